@@ -15,17 +15,11 @@ from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.planner import batch_memory, buckets_of
+from opensora_sp.planner.affine import AffineEstimator
 from opensora_sp.planner.batches import BatchSpec, batches_by_name
 from opensora_sp.planner.checkpointing import budget_of, memory_for, recomputed_share
-from opensora_sp.planner.fit import (
-    AffineEstimator,
-    Fit,
-    FittedBatch,
-    Times,
-    common_time,
-    fit,
-    least_ranks,
-)
+from opensora_sp.planner.fit import Fit, FittedBatch, Times, common_time, fit
+from opensora_sp.planner.least_ranks import least_ranks
 from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training import batch_sizes, rank_batches
 
@@ -173,7 +167,7 @@ def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
     one, two = (run.peak(latents, ranks, levels).needed for ranks in (1, 2))
 
     found = [
-        least_ranks(cfg, batch, memory_for(needed), num_gpus=4, sizes=(1, 2), device="cpu")
+        least_ranks(run, batch, memory_for(needed), (1, 2))
         for needed in (1.01 * one, (one + two) / 2, 0.99 * two)
     ]
     assert found == [1, 2, None]
@@ -183,7 +177,7 @@ def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
 def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh: Any = SimpleNamespace(world_size=2, family=nested_groups(2, 2))
+    mesh: Any = SimpleNamespace(world_size=2, ranks_per_node=2, family=nested_groups(2, 2))
     for sp_size, asked in (("auto", "on 2 ranks"), ("{'144p x 5': 1}", "on 1 rank[^s]")):
         cfg = load_train_config(config, [f"sp_size={sp_size}"])
         monkeypatch.setattr(rank_batches, "free_memory", lambda *args: 80e9)
@@ -323,4 +317,5 @@ def test_a_resumed_run_takes_the_sizes_of_its_checkpoint(config: Path, tmp_path:
 
 
 def test_a_fit_as_json_values() -> None:
-    assert Fit(1e9, 2.0, []).to_dict() == {"memory": 1e9, "seconds": 2.0, "batches": []}
+    values = {"memory": 1e9, "communicators": 3e8, "seconds": 2.0, "batches": []}
+    assert Fit(1e9, 3e8, 2.0, []).to_dict() == values

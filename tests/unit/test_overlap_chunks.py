@@ -38,7 +38,8 @@ def test_no_other_number_of_chunks_saves_more(spans_nodes):
 
 def chosen(size: tuple[int, ...], ranks: int, *, between: bool, **options: Any) -> Options:
     shape = BatchShape.of(XL2, size[0], size[1:])  # type: ignore[arg-type]
-    return with_chunks(Options(**options), shape, ranks, element_size=2, spans_nodes=between)
+    in_group = Options(spans_nodes=between, **options)
+    return with_chunks(in_group, shape, ranks, element_size=2)
 
 
 def test_a_cpu_sends_nothing_in_chunks():
