@@ -88,6 +88,21 @@ def test_the_links_of_a_mesh_decide(between):
     assert strategy.options.overlap_chunks == (2 if between else 1)
 
 
+def test_few_frames_are_divided_by_the_link_of_the_group():
+    """7 frames on 8 ranks: by heads 3.5 frames are sent in place of 2, for an eighth of the work,
+    which pays inside a node alone.
+    """
+    text = dict(caption_channels=5, model_max_length=4)
+    for between, strategy in ((False, "split heads"), (True, "switch")):
+        with torch.device("meta"):
+            model = build_model("STDiT3", hidden_size=1152, depth=1, num_heads=16, **text)
+        mesh = SequenceMesh.imagined(8, 0)
+        mesh._current = replace(mesh._current, spans_nodes=between)
+        parallelize(model.bfloat16(), mesh)
+        grid = model.config.grid(1, (7, 128, 128))
+        assert getattr(model, ATTRIBUTE).strategy(grid).label == strategy
+
+
 def test_groups_that_span_nodes(monkeypatch):
     assert not spans_nodes(16, 8, 8) and spans_nodes(16, 8, 4) and spans_nodes(12, 3, 4)
     assert not SequenceMesh(1).spans_nodes
