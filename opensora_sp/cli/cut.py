@@ -24,6 +24,7 @@ from opensora_sp.data.schedule import schedule
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.build import Work, make_dataset, make_plan, micro_batches_of_step
 from opensora_sp.features.group_seconds import GroupSeconds
+from opensora_sp.parallel import check_sp_size
 from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.planner.batches import CHOSEN_AT_START, BatchSpec, batches_by_name
 from opensora_sp.planner.communicators import communicators, gpus_of_node
@@ -133,7 +134,7 @@ def schedule_steps(
         progress: iterates over the names of the buckets while memory is estimated.
 
     Raises:
-        ValueError: if no group may compute a bucket's batches.
+        ValueError: if ``sp_size`` does not fit the number of ranks.
     """
     batches = batches_by_name(cfg)
     is_chosen_later = any(one.batch_size == CHOSEN_AT_START for one in batches.values())
@@ -145,6 +146,7 @@ def schedule_steps(
     work = Work(cfg, options=cfg.parallel_options(rates))
     memory, bounds = None, {}
     if isinstance(cfg.sp_size, int):
+        check_sp_size(cfg.sp_size, world_size)
         family = fixed_groups(world_size, cfg.sp_size)
     else:
         family = nested_groups(world_size, per_node)
@@ -173,8 +175,8 @@ def schedule_steps(
 def _least_ranks(
     run: RunEstimator, names: Iterable[str], memory: float, sizes: Sequence[int]
 ) -> dict[str, int]:
-    """By bucket, the fewest ranks that its batches fit on. Where they fit on none, a run refuses to
-    start; its plan goes on with the largest group, and marks what is too much.
+    """By bucket, the fewest ranks that its batches fit on. Where they fit on none, the largest
+    group: a run refuses to start, and its plan marks what is too much.
     """
     batches, sp_size = batches_by_name(run.cfg), run.cfg.sp_size
     degrees = sp_size if isinstance(sp_size, dict) else {}

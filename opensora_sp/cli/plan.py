@@ -163,9 +163,9 @@ def table(plan: Plan) -> str:
 def _bucket_lines(plan: Plan) -> list[str]:
     """A line for each bucket; sizes are those at 16:9."""
     lines = [
-        f"{'batch x frames x size':>20} {'tokens':>9} {'ranks':>5} {'shared by':>18} "
+        f"{'batch of frames x size':>22} {'tokens':>9} {'ranks':>5} {'shared by':>18} "
         f"{'busiest':>8} "
-        f"{'MB sent':>10} {'GB peak':>8}{'  s/step   MFU' if plan.gpu else ''}"
+        f"{'MB sent':>9} {'GB peak':>8}{'  s/step   MFU' if plan.gpu else ''}"
     ]
 
     for one in plan.buckets:
@@ -174,8 +174,8 @@ def _bucket_lines(plan: Plan) -> list[str]:
         peak = one.memory.configured
         excess = peak.needed > plan.memory_of_step
         lines.append(
-            f"{batch:>20} {one.tokens['total']:>9,} {one.ranks:>5} {one.sharing.strategy:>18} "
-            f"{one.sharing.imbalance:>+8.1%} {one.traffic.mean / 1e6:>10,.1f} "
+            f"{batch:>22} {one.tokens['total']:>9,} {one.ranks:>5} {one.sharing.strategy:>18} "
+            f"{one.sharing.imbalance:>+8.1%} {one.traffic.mean / 1e6:>9,.1f} "
             f"{peak.total / 1e9:>8.2f}{_speed(one.time)}{' too much' if excess else ''}"
         )
 

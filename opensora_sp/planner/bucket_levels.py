@@ -7,7 +7,8 @@ may need more where ranks share it by rows and the whole one by clips, so it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from opensora_sp.data.buckets import Buckets
@@ -60,7 +61,9 @@ def plan_bucket(
         memory: bytes of a device that training may take.
     """
     batch = batches_by_name(run.cfg)[name]
-    latents = sorted({run.latents(one) for one in _all_sizes(run, name, batch)})
+    latents = sorted(set(_latents(run, _all_sizes(run, name, batch))))
+    if not latents:
+        return
     largest = max(latents, key=lambda one: run.shape_of(one).tokens)
 
     least = min(sizes)
@@ -83,6 +86,13 @@ def _all_sizes(run: RunEstimator, name: str, batch: BatchSpec) -> Iterator[Batch
     (entry,) = [one for one in Buckets.of(config).kept if one.name == name]
     for size in SIZES[entry.resolution].values():
         yield replace(batch, image_size=size)
+
+
+def _latents(run: RunEstimator, batches: Iterable[BatchSpec]) -> Iterator[tuple[int, ...]]:
+    """Shapes of latents, without those of sizes that the autoencoder refuses: no clip has them."""
+    for batch in batches:
+        with suppress(ValueError):
+            yield run.latents(batch)
 
 
 def _lowest(run: RunEstimator, latents: tuple[int, ...], ranks: int) -> Memory:
