@@ -31,6 +31,7 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
             bucket of which not one clip fits.
     """
     from opensora_sp.config import load_either
+    from opensora_sp.planner.communicators import GPUS_OF_NODE, communicators_of, gpus_of_node
     from opensora_sp.planner.fit import LARGEST_BATCH, fit
     from opensora_sp.planner.run_plan import check_numbers, gpu_of
     from opensora_sp.runtime.cost_model_file import cost_model_of
@@ -41,13 +42,17 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
     num_gpus = args.gpus
     if num_gpus is None:
         degrees = cfg.sp_size.values() if isinstance(cfg.sp_size, dict) else [cfg.sp_size]
-        num_gpus = max((degree for degree in degrees if isinstance(degree, int)), default=1)
+        numbers = [degree for degree in degrees if isinstance(degree, int)]
+        num_gpus = max(numbers, default=GPUS_OF_NODE)
     check_numbers(num_gpus, args.gpus_per_node, None)
+    per_node = gpus_of_node(num_gpus, args.gpus_per_node)
+    nested = communicators_of(cfg.sp_size, num_gpus, per_node)
     fitted = fit(
         cfg,
         num_gpus,
         memory,
-        gpus_per_node=args.gpus_per_node,
+        communicators=0.0 if nested is None else nested.beside_largest,
+        gpus_per_node=per_node,
         cost_model=cost_model_of(cfg.cost_model, default=gpu_of(args.gpu or "H100")),
         largest_batch=LARGEST_BATCH if args.largest_batch is None else args.largest_batch,
         progress=progress,
@@ -134,6 +139,11 @@ def table(fit: Fit, cfg: TrainConfig) -> str:
         "GB peak: of the busiest rank, with room for its largest block in one piece, without the "
         "encoders: lower the bound by what they take. s: predicted for a micro-batch."
     ]
+    if fit.communicators:
+        notes.append(
+            f"Communicators of groups beside the largest one take {fit.communicators / 1e9:.3g} GB "
+            "of the bound."
+        )
     if uneven:
         listed = ", ".join(f"{one.name} by {one.deviation:+.0%}" for one in uneven)
         notes.append(

@@ -68,9 +68,10 @@ def run(args: argparse.Namespace) -> None:
 
     from opensora_sp.config import TrainConfig, load_either
     from opensora_sp.planner import plan
+    from opensora_sp.planner.run_plan import check_numbers, gpu_of
 
     from .calibrated import run_calibration
-    from .cut import describe_cut
+    from .cut import schedule_steps
     from .fitted import run_fit
 
     # disable=None: no bar where stderr is no terminal.
@@ -85,20 +86,34 @@ def run(args: argparse.Namespace) -> None:
         run_fit(args, progress)
         return
     cfg, _ = load_either(args.config, args.cfg_options)
+    check_numbers(args.gpus, args.gpus_per_node, args.memory_gb)
+    if args.gpu is not None:
+        gpu_of(args.gpu)
+    steps = None
+    if isinstance(cfg, TrainConfig):
+        steps = schedule_steps(
+            cfg,
+            args.gpus,
+            args.gpus_per_node,
+            gpu=args.gpu,
+            memory_gb=args.memory_gb,
+            progress=progress,
+        )
     result = plan(
         cfg,
         args.gpus,
         gpus_per_node=args.gpus_per_node,
         memory_gb=args.memory_gb,
         gpu=args.gpu,
+        degrees=None if steps is None else steps.degrees,
         progress=progress,
     )
     if args.json:
         sys.stdout.write(json.dumps(result.to_dict(), indent=1) + "\n")
         return
     lines = [table(result)]
-    if isinstance(cfg, TrainConfig):
-        lines += describe_cut(cfg, args.gpus, args.gpus_per_node, args.gpu)
+    if steps is not None:
+        lines += ["", *steps.describe()]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -131,7 +146,8 @@ def table(plan: Plan) -> str:
     ]
     if plan.communicators is not None:
         lines[0] = lines[0].partition(" = ")[0]
-        lines += _entry("sp_size", f"any; below, on all ranks. {plan.communicators.describe()}")
+        degrees = "chosen for each micro-batch; below, on the ranks that its batches run on"
+        lines += _entry("sp_size", f"{degrees}. {plan.communicators.describe()}")
     elif plan.spans_nodes is not None:
         where = "lies on one node"
         if plan.spans_nodes:
@@ -147,18 +163,19 @@ def table(plan: Plan) -> str:
 def _bucket_lines(plan: Plan) -> list[str]:
     """A line for each bucket; sizes are those at 16:9."""
     lines = [
-        f"{'batch of frames x size':>24} {'tokens':>10} {'shared by':>18} {'busiest':>8} "
-        f"{'MB sent':>10} {'GB peak':>8}{'  s/step   MFU' if plan.gpu else ''}"
+        f"{'batch of frames x size':>22} {'tokens':>9} {'ranks':>5} {'shared by':>18} "
+        f"{'busiest':>8} "
+        f"{'MB sent':>9} {'GB peak':>8}{'  s/step   MFU' if plan.gpu else ''}"
     ]
 
     for one in plan.buckets:
         height, width = one.bucket.image_size
         batch = f"{one.bucket.batch_size} of {one.bucket.num_frames} x {height}x{width}"
         peak = one.memory.configured
-        excess = plan.memory_gb is not None and peak.needed > plan.memory_gb * 1e9
+        excess = peak.needed > plan.memory_of_step
         lines.append(
-            f"{batch:>24} {one.tokens['total']:>10,} {one.sharing.strategy:>18} "
-            f"{one.sharing.imbalance:>+8.1%} {one.traffic.mean / 1e6:>10,.1f} "
+            f"{batch:>22} {one.tokens['total']:>9,} {one.ranks:>5} {one.sharing.strategy:>18} "
+            f"{one.sharing.imbalance:>+8.1%} {one.traffic.mean / 1e6:>9,.1f} "
             f"{peak.total / 1e9:>8.2f}{_speed(one.time)}{' too much' if excess else ''}"
         )
 

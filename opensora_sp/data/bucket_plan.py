@@ -198,7 +198,8 @@ class BucketPlan:
                     part = tuple(shuffled[first : first + entry.batch_size])
                     batches.append(Batch(shape, part, self.cost(shape, len(part)), entry.name))
             counts[index] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
-        return Epoch(number, entry_of_clip, self._steps(batches, rng), members, counts)
+        steps = cut_into_steps(batches, rng, self.batch_order, self.micro_batches_per_step)
+        return Epoch(number, entry_of_clip, steps, members, counts)
 
     def _assign(self, epoch: int) -> np.ndarray:
         """The entry of each clip, in chunks: draws for millions of clips would fill gigabytes."""
@@ -222,16 +223,19 @@ class BucketPlan:
         number = np.array([known.index(shape) for shape in shapes], dtype=np.int64)[inverse]
         return {shape: clips[number == index] for index, shape in enumerate(known)}
 
-    def _steps(self, batches: list[Batch], rng: np.random.Generator) -> list[list[Batch]]:
-        """Steps cut from the micro-batches in their order.
 
-        By cost, ties and steps are shuffled. Of mixed steps, the last one may be smaller.
-        """
-        ordered = [batches[index] for index in rng.permutation(len(batches))]
-        if self.batch_order == "by_cost":
-            ordered.sort(key=lambda batch: -batch.cost)
-        size = self.micro_batches_per_step
-        steps = [ordered[first : first + size] for first in range(0, len(ordered), size)]
-        if self.batch_order == "mixed":
-            return steps
-        return [steps[index] for index in rng.permutation(len(steps))]
+def cut_into_steps(
+    batches: list[Batch], rng: np.random.Generator, order: BatchOrder, micro_batches_per_step: int
+) -> list[list[Batch]]:
+    """Steps cut from the micro-batches in their order.
+
+    By cost, ties and steps are shuffled. Of mixed steps, the last one may be smaller.
+    """
+    ordered = [batches[index] for index in rng.permutation(len(batches))]
+    if order == "by_cost":
+        ordered.sort(key=lambda batch: -batch.cost)
+    size = micro_batches_per_step
+    steps = [ordered[first : first + size] for first in range(0, len(ordered), size)]
+    if order == "mixed":
+        return steps
+    return [steps[index] for index in rng.permutation(len(steps))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -182,6 +183,10 @@ class Work:
         """Forward work of the blocks."""
         return busiest_work(self.shape_of(clip, num_samples), Options(), 1)
 
+    def options_on(self, spans_nodes: bool) -> Options:
+        """The options in a group of ranks on one node, or on several."""
+        return replace(self.options, spans_nodes=spans_nodes)
+
     def _seconds(
         self, clip: ClipShape, num_samples: int, ranks: int, spans_nodes: bool = False
     ) -> float:
@@ -192,11 +197,10 @@ class Work:
         """
         return seconds_of(
             self.shape_of(clip, num_samples),
-            self.options,
+            self.options_on(spans_nodes),
             ranks,
             model=self._costs,
             element_size=DTYPES[self.cfg.precision].itemsize,
-            spans_nodes=spans_nodes,
             recomputed=self._recomputed,
         )
 

@@ -17,7 +17,8 @@ class GroupSeconds:
 
     Args:
         work: predicts seconds by the run's cost model.
-        ranks_per_node: larger groups exchange over the network.
+        ranks_per_node: larger groups exchange over the network, and so do groups of one degree
+            that does not divide it.
         least_ranks: by bucket, the fewest ranks whose memory its batches fit; 1 where it is not in.
     """
 
@@ -31,6 +32,7 @@ class GroupSeconds:
     ) -> None:
         self.work, self.ranks_per_node = work, ranks_per_node
         self.least_ranks = least_ranks or {}
+        self.has_one_degree = isinstance(cfg.sp_size, int)
         self.degrees: Mapping[str, int] = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
 
     def __call__(self, micro_batch: MicroBatch, group: RankGroup) -> float:
@@ -39,5 +41,7 @@ class GroupSeconds:
         if group.size != degree or group.size < self.least_ranks.get(micro_batch.bucket, 1):
             return math.inf
         spans_nodes = group.size > self.ranks_per_node
+        if self.has_one_degree:
+            spans_nodes |= self.ranks_per_node % group.size > 0
         num_samples = len(micro_batch.ids)
         return self.work.seconds(micro_batch.shape, num_samples, group.size, spans_nodes)

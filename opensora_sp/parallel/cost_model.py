@@ -154,11 +154,19 @@ class CostModel:
         return max(seconds, launches) if self.asynchronous else seconds + launches
 
     def few_units(
-        self, shape: BatchShape, ranks: int, *, unit: int, num_units: int, row_layout: str
+        self,
+        shape: BatchShape,
+        ranks: int,
+        link: Link,
+        *,
+        unit: int,
+        num_units: int,
+        row_layout: str,
     ) -> FewUnitsCosts:
         """Cost of a block with its exchanges on the busiest rank, where units are fewer than ranks.
 
         Args:
+            link: that carries the exchanges.
             unit: tokens of the largest unit, a frame or a window.
             num_units: how many there are, all samples together.
             row_layout: how tokens are distributed where attention is split by heads.
@@ -172,7 +180,6 @@ class CostModel:
             attention = self.attention(of_heads, unit, unit, width // heads)
             return block_flops(tokens, width) / self.flops + attention
 
-        link = self.link(spans_nodes=False)
         return FewUnitsCosts(
             whole=compute(unit, heads) + link.seconds(2 * sent * unit, exchanges=2),
             heads=compute(held, of_heads) + link.seconds(4 * sent * held, exchanges=2),

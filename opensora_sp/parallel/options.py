@@ -10,7 +10,7 @@ import inspect
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from .cost_model import H100, CostModel
+from .cost_model import H100, CostModel, Link
 from .typed import Decorated
 
 PLACEMENTS = ("stream", "branch")
@@ -75,6 +75,15 @@ class Options:
             "in_config": False,
         },
     )
+    spans_nodes: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the group of ranks lies on several nodes, so that its exchanges use "
+            "the network. Taken from the current group of the mesh, whatever is passed here.",
+            "choices": (),
+            "in_config": False,
+        },
+    )
     verify: bool = _option(
         False,
         "Run the first batch with and without sequence parallelism, log the largest relative "
@@ -117,6 +126,11 @@ class Options:
                 f"{self.placement!r}; expected 'switch' and 'stream', where switches lie between "
                 "blocks; change these or leave the overlap out"
             )
+
+    @property
+    def link(self) -> Link:
+        """What carries the exchanges of the group of ranks."""
+        return self.cost_model.link(spans_nodes=self.spans_nodes)
 
     @property
     def num_chunks(self) -> int:

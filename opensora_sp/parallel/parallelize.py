@@ -205,17 +205,12 @@ class SequenceParallel:
                 width, heads = self.model.config.hidden_size, self.model.config.num_heads
                 element_size = next(self.model.parameters()).element_size()
             shape = BatchShape.of_grid(grid, width, heads)
-            chosen = strategy_for(shape, self.options, self.mesh.sp_size)
+            options = replace(self.options, spans_nodes=self.mesh.spans_nodes)
+            chosen = strategy_for(shape, options, self.mesh.sp_size)
             if issubclass(chosen, SplitAttention) and not self.plan.names_hook_points:
                 # Ordinary modules hide their heads.
                 chosen = SwitchRows
-            options = with_chunks(
-                self.options,
-                shape,
-                self.mesh.sp_size,
-                element_size=element_size,
-                spans_nodes=self.mesh.spans_nodes,
-            )
+            options = with_chunks(options, shape, self.mesh.sp_size, element_size=element_size)
             self._strategies[key] = chosen(self.mesh.current, options, heads)
         return self._strategies[key]
 

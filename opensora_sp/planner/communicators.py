@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from opensora_sp.rank_groups import RankGroup, groups_with, nested_groups
 
+GPUS_OF_NODE = 8
+"""GPUs of a node whose size is not known."""
+
 BYTES_OF_PEER = 3.28e9 / 7
 """Bytes that NCCL takes on a GPU for each other GPU of a communicator on the same node.
 
@@ -18,10 +21,15 @@ Peers on other nodes share one buffer, which is not counted.
 
 @dataclass(frozen=True)
 class Communicators:
-    """NCCL's communicators of the rank with the most: their sizes, and their bytes together."""
+    """NCCL's communicators of the rank with the most: their sizes, and their bytes together.
+
+    ``beside_largest`` are the bytes of all but the largest one, for which the planner's reserve
+    stands (``checkpointing.RESERVED``). A step may not take them.
+    """
 
     sizes: list[int]
     memory: float
+    beside_largest: float
 
     def describe(self) -> str:
         """For the planner's table."""
@@ -39,11 +47,33 @@ def communicators(world_size: int, ranks_per_node: int) -> Communicators:
     for rank in range(world_size):
         own = groups_with(rank, family)
         sizes = [group.size for group in own if group.size > 1]
-        found.append(Communicators(sizes, communicator_memory(own, ranks_per_node)))
+        memory = _memory(own, ranks_per_node)
+        found.append(Communicators(sizes, memory, memory_beside_largest(own, ranks_per_node)))
     return max(found, key=lambda one: one.memory)
 
 
-def communicator_memory(groups: Sequence[RankGroup], ranks_per_node: int) -> float:
+def communicators_of(sp_size: object, world_size: int, ranks_per_node: int) -> Communicators | None:
+    """Those of a training with this ``sp_size``; None with one degree, whose only group is the
+    largest one.
+    """
+    if sp_size is None or isinstance(sp_size, int):
+        return None
+    return communicators(world_size, ranks_per_node)
+
+
+def memory_beside_largest(groups: Sequence[RankGroup], ranks_per_node: int) -> float:
+    """Bytes of a rank's communicators, one for each of these groups, largest first, but the first
+    one.
+    """
+    return _memory(groups[1:], ranks_per_node)
+
+
+def gpus_of_node(num_gpus: int, gpus_per_node: int | None) -> int:
+    """The number of GPUs on each node; where it is not known 8, or all if they are fewer."""
+    return gpus_per_node or min(num_gpus, GPUS_OF_NODE)
+
+
+def _memory(groups: Sequence[RankGroup], ranks_per_node: int) -> float:
     """Bytes of a rank's communicators, one for each of these groups that it is in."""
     peers = sum(min(group.size, ranks_per_node) - 1 for group in groups)
     return peers * BYTES_OF_PEER

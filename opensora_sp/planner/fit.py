@@ -7,8 +7,7 @@ the longest. Each bucket then gets the batch that comes closest to it without ta
 keeps as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples
 of their number are preferred: then each rank holds whole clips, and nothing is sent.
 
-Memory is affine in the number of clips for one shape and level of gradient checkpointing. So two
-batch sizes are traced and others lie on the line through them, except for the one that is chosen.
+Batch sizes are compared by memory on a line (``affine.py``); the one that is chosen is traced.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from typing import Any, NamedTuple
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.rank_groups import group_sizes, nested_groups
 
+from .affine import AffineEstimator
 from .batches import BatchSpec, batches_by_name
 from .checkpointing import budget_of, memory_for
-from .run_estimator import Memory, RunEstimator
-from .trace import Activations
+from .least_ranks import ranks_of_bucket
+from .run_estimator import Memory
 
 TOLERANCE = 0.1
 """Share of the common time by which the time of a bucket may differ."""
 LARGEST_BATCH = 512
 """Clips of a batch that are never exceeded, unless another limit is passed."""
-TRACED = 1, 32  # whole clips of a rank, in the two batches that are traced
 
 MEMORY, TIME, LIMIT = "memory", "time", "largest batch"
 
@@ -71,9 +69,12 @@ class FittedBatch:
 
 @dataclass(frozen=True)
 class Fit:
-    """Batches that fit into ``memory`` bytes of each device; ``seconds`` is the common time."""
+    """Batches that fit into ``memory`` bytes of each device, of which ``communicators`` are taken
+    by those beside the largest; ``seconds`` is the common time.
+    """
 
     memory: float
+    communicators: float
     seconds: float
     batches: list[FittedBatch]
 
@@ -96,6 +97,7 @@ def fit(
     num_gpus: int,
     memory: float,
     *,
+    communicators: float = 0.0,
     names: Iterable[str] | None = None,
     gpus_per_node: int | None = None,
     device: str = "cuda",
@@ -106,7 +108,9 @@ def fit(
     """Choose batch sizes for the buckets of a config, or for its one shape.
 
     Args:
-        memory: bytes of a device. A step may take ``checkpointing.budget_of`` of it.
+        memory: bytes of a device. A step may take ``checkpointing.budget_of`` of what is left
+            beside ``communicators``.
+        communicators: bytes of all but the largest communicator of a rank.
         names: of the buckets; None is all of them.
         gpus_per_node: by which exchanges use the network.
         device: "cuda" or "cpu".
@@ -118,7 +122,8 @@ def fit(
         ValueError: if a bucket has no batch that fits, with the least memory that one clip takes,
             or for a limit below one clip.
     """
-    estimator = AffineEstimator(cfg, num_gpus, memory / 1e9, device, None, gpus_per_node)
+    left = memory - communicators
+    estimator = AffineEstimator(cfg, num_gpus, left / 1e9, device, None, gpus_per_node)
     if largest_batch < 1:
         raise ValueError(
             f"got --largest-batch {largest_batch}; expected at least 1; pass the clips of a batch "
@@ -131,10 +136,10 @@ def fit(
 
     buckets, lacking = {}, {}
     for name in progress(chosen):
-        ranks = _ranks_of(name, batches[name], estimator, memory, gpus_per_node or num_gpus)
-        bucket = _Bucket(estimator, batches[name], ranks, memory, largest_batch)
+        ranks = ranks_of_bucket(name, replace(batches[name], batch_size=1), estimator, left)
+        bucket = _Bucket(estimator, batches[name], ranks, left, largest_batch)
         if bucket.largest is None:
-            lacking[name] = memory_for(bucket.least_needed)
+            lacking[name] = memory_for(bucket.least_needed) + communicators
         buckets[name] = bucket
     _check_all_fit(lacking, memory)
 
@@ -142,96 +147,8 @@ def fit(
     by_memory = [one for one in buckets.values() if not one.is_limited]
     deciding = by_memory or list(buckets.values())
     common = common_time([bucket.times for bucket in deciding])
-    return Fit(memory, common, [one.fitted(name, common) for name, one in buckets.items()])
-
-
-def _ranks_of(
-    name: str, batch: BatchSpec, estimator: RunEstimator, memory: float, gpus_per_node: int
-) -> int:
-    """The ranks that share a bucket's batches: with ``sp_size="auto"`` as few as a clip fits on."""
-    sp_size = estimator.cfg.sp_size
-    if isinstance(sp_size, int):
-        return sp_size
-    if isinstance(sp_size, dict) and name in sp_size:
-        return int(sp_size[name])
-
-    sizes = group_sizes(nested_groups(estimator.num_gpus, gpus_per_node))
-    found = _least_ranks(estimator, replace(batch, batch_size=1), memory, sizes)
-    return found or max(sizes)
-
-
-def least_ranks(
-    cfg: TrainConfig,
-    batch: BatchSpec,
-    memory: float,
-    *,
-    num_gpus: int,
-    sizes: Sequence[int],
-    device: str = "cuda",
-) -> int | None:
-    """The smallest group of ranks on which a micro-batch fits; None if it fits on none.
-
-    Everything is recomputed if the config leaves the choice to the run. Inputs of blocks leave the
-    device only where it would fit on no group otherwise.
-
-    Args:
-        memory: bytes of a device.
-        num_gpus: processes of the run, over which ZeRO shards the optimizer.
-        sizes: of the groups to choose from.
-    """
-    estimator = RunEstimator(cfg, num_gpus, memory / 1e9, device, None)
-    return _least_ranks(estimator, batch, memory, sizes)
-
-
-def _least_ranks(
-    estimator: RunEstimator, batch: BatchSpec, memory: float, sizes: Sequence[int]
-) -> int | None:
-    latents, budget = estimator.latents(batch), budget_of(memory)
-    for levels in estimator.lowest_levels:
-        for ranks in sorted(sizes):
-            if estimator.peak(latents, ranks, levels).needed <= budget:
-                return ranks
-    return None
-
-
-class AffineEstimator(RunEstimator):
-    """Traces two batches of whole clips on each rank; others are on the line through them."""
-
-    def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
-        num_clips, *shape = latents
-        is_known = (latents, ranks, level) in self.traced
-        if is_known or num_clips % ranks:
-            return super().activations(latents, ranks, level)
-
-        small, large = (number * ranks for number in TRACED)
-        low = super().activations((small, *shape), ranks, level)
-        high = super().activations((large, *shape), ranks, level)
-        return between(low, high, (num_clips - small) / (large - small))
-
-    def verified(self, latents: tuple[int, ...], ranks: int) -> Memory:
-        """Memory of a batch whose levels have been traced at this very size."""
-        while True:
-            memory = self.memory(latents, ranks, brief=True)
-            levels = set(memory.levels)
-            missing = [level for level in levels if (latents, ranks, level) not in self.traced]
-            if not missing:
-                return memory
-            for level in missing:
-                super().activations(latents, ranks, level)
-
-
-def between(low: Activations, high: Activations, position: float) -> Activations:
-    """Activations on the line through two others: ``low`` at position 0, ``high`` at 1."""
-
-    def at(first: float, last: float) -> float:
-        return first + position * (last - first)
-
-    return Activations(
-        first=at(low.first, high.first),
-        pair=at(low.pair, high.pair),
-        inputs=round(at(low.inputs, high.inputs)),
-        largest=round(at(low.largest, high.largest)),
-    )
+    fitted = [one.fitted(name, common) for name, one in buckets.items()]
+    return Fit(memory, communicators, common, fitted)
 
 
 class Step(NamedTuple):
@@ -320,6 +237,7 @@ class _Bucket:
     def fitted(self, name: str, common: float) -> FittedBatch:
         """The batch whose step comes closest to the common time without taking longer."""
         size = self._size_for(common)
+        decided_by = self._decided_by(size)
         while True:
             memory = self.estimator.verified(self._latents(size), self.ranks)
             step = self._steps[size] = self._step(size, memory)
@@ -327,6 +245,7 @@ class _Bucket:
                 break
             # The line was too low, by less than a clip of each rank.
             size -= self.ranks if size > self.ranks else 1
+            decided_by = MEMORY
 
         return FittedBatch(
             name,
@@ -334,7 +253,7 @@ class _Bucket:
             self.ranks,
             memory,
             step.seconds,
-            self._decided_by(size),
+            decided_by,
             deviation=step.seconds / common - 1,
         )
 

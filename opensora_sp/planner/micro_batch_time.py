@@ -77,7 +77,6 @@ def seconds_of(
     *,
     model: ModelCosts,
     element_size: int,
-    spans_nodes: bool = False,
     recomputed: float = 0.0,
     training: bool = True,
 ) -> float:
@@ -88,18 +87,18 @@ def seconds_of(
 
     Args:
         shape: of the batch that the ranks share.
-        options: of sequence parallelism; ``options.cost_model`` has the rates.
+        options: of sequence parallelism; ``options.cost_model`` has the rates, and
+            ``options.spans_nodes`` states whether the group lies on several nodes.
         ranks: of the group.
         model: from ``ModelCosts.of``.
         element_size: bytes of an activation's number.
-        spans_nodes: whether the group lies on several nodes.
         recomputed: share of the blocks whose forward is repeated in backward.
         training: False predicts a forward pass alone.
 
     Raises:
         ValueError: if no strategy applies to the shape.
     """
-    pass_of = _Pass(shape, options, ranks, model, element_size, spans_nodes)
+    pass_of = _Pass(shape, options, ranks, model, element_size)
     forward = pass_of.compute(model.forward) + pass_of.exchanges()
     if not training:
         return forward
@@ -121,12 +120,11 @@ class _Pass:
         ranks: int,
         model: ModelCosts,
         element_size: int,
-        spans_nodes: bool,
     ) -> None:
         self.shape, self.options, self.ranks = shape, options, ranks
         self.model, self.element_size = model, element_size
         self.rates: CostModel = options.cost_model
-        self.link = self.rates.link(spans_nodes=spans_nodes)
+        self.link = options.link
         self.strategy: type[Strategy] = strategy_for(shape, options, ranks)
 
         # Blocks wait for the exchange before them, so each takes as long as on its busiest rank.

@@ -35,6 +35,7 @@ from .checkpointing import (
     offloaded_bytes,
     recomputed_share,
 )
+from .communicators import gpus_of_node
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .micro_batch_time import ModelCosts, seconds_of
 from .step_time import StepTime, predict_step
@@ -72,7 +73,13 @@ class Memory:
 
 
 class RunEstimator:
-    """A config on a number of GPUs; estimates its batches."""
+    """A config on a number of GPUs; estimates its batches.
+
+    Attributes:
+        ranks: that share a batch with one degree; all, where each batch may have its own.
+        reserved: bytes of ``memory_gb`` that a step may not take.
+        traced: activations by latents, ranks and level.
+    """
 
     def __init__(
         self,
@@ -89,10 +96,10 @@ class RunEstimator:
         # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
-        self.gpus_per_node = gpus_per_node or num_gpus
+        self.gpus_per_node = gpus_of_node(num_gpus, gpus_per_node)
+        self.reserved = 0.0
         if isinstance(cfg.sp_size, dict):
             check_degrees_in(cfg.sp_size, num_gpus, self.gpus_per_node)
-        self.spans_nodes = spans_nodes(num_gpus, self.ranks, self.gpus_per_node)
 
         rates = cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
         self.options = cfg.parallel_options(rates)
@@ -147,11 +154,27 @@ class RunEstimator:
         num_samples, _, frames, height, width = latents
         return BatchShape.of(self.config, num_samples, (frames, height, width))
 
-    def traffic(self, shape: BatchShape, options: Options, recomputes: bool) -> Traffic:
+    def spans_nodes(self, ranks: int) -> bool:
+        """Whether any group of so many ranks lies on several nodes."""
+        return spans_nodes(self.num_gpus, ranks, self.gpus_per_node)
+
+    def options_on(self, ranks: int, latents: tuple[int, ...] | None = None) -> Options:
+        """The options of sequence parallelism in a group of so many ranks; for a batch of this
+        shape with the number of chunks that "auto" stands for.
+        """
+        options = replace(self.options, spans_nodes=self.spans_nodes(ranks))
+        if latents is None:
+            return options
+        shape = self.shape_of(latents)
+        return with_chunks(options, shape, ranks, element_size=self.dtype.itemsize)
+
+    def traffic(
+        self, shape: BatchShape, options: Options, ranks: int, *, recomputes: bool
+    ) -> Traffic:
         sent = traffic(
             shape,
             options,
-            self.ranks,
+            ranks,
             element_size=self.dtype.itemsize,
             checkpointing=recomputes,
             training=self.training,
@@ -162,8 +185,8 @@ class RunEstimator:
         # Sampling gathers the output, which is fp32 or wider.
         volume = math.prod(self.config.patch_size)
         token_bytes = volume * self.config.out_channels * max(4, self.dtype.itemsize)
-        strategy = strategy_for(shape, options, self.ranks)
-        gathered = output_gather(shape, strategy, self.ranks, token_bytes)
+        strategy = strategy_for(shape, options, ranks)
+        gathered = output_gather(shape, strategy, ranks, token_bytes)
         return replace(sent, forward=[a + b for a, b in zip(sent.forward, gathered, strict=True)])
 
     @cached_property
@@ -214,7 +237,7 @@ class RunEstimator:
             offloaded_bytes,
             levels,
             self.shape_of(latents),
-            self.options,
+            self.options_on(ranks),
             ranks,
             self.dtype.itemsize,
         )
@@ -233,7 +256,8 @@ class RunEstimator:
         if self.checkpointing != "auto":
             return levels_of(self.checkpointing, self.config.num_blocks)
         memory = DEFAULT_MEMORY if self.memory_gb is None else self.memory_gb * 1e9
-        return choose_levels(needed, budget_of(memory), self.config.num_blocks, self.known_levels)
+        budget = budget_of(memory - self.reserved)
+        return choose_levels(needed, budget, self.config.num_blocks, self.known_levels)
 
     @property
     def known_levels(self) -> tuple[int, ...]:
@@ -259,11 +283,10 @@ class RunEstimator:
         """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic."""
         return seconds_of(
             self.shape_of(latents),
-            self.options,
+            self.options_on(ranks),
             ranks,
             model=self.costs,
             element_size=self.dtype.itemsize,
-            spans_nodes=spans_nodes(self.num_gpus, ranks, self.gpus_per_node),
             recomputed=recomputed_share(levels),
         )
 
@@ -271,7 +294,7 @@ class RunEstimator:
     def costs(self) -> ModelCosts:
         return ModelCosts.of(self.name, self.config)
 
-    def time(self, latents: tuple[int, ...], levels: Sequence[int]) -> StepTime | None:
+    def time(self, latents: tuple[int, ...], levels: Sequence[int], ranks: int) -> StepTime | None:
         """Predicted for a training step in 16 bits, if a GPU was named."""
         if self.gpu is None or not self.training or self.dtype.itemsize != 2:
             return None
@@ -280,9 +303,10 @@ class RunEstimator:
             self.config,
             latents,
             gpu=self.gpu,
-            options=self._with_chunks(latents, self.ranks),
-            ranks=self.ranks,
+            options=self.options_on(ranks, latents),
+            ranks=ranks,
             world=self.num_gpus,
+            world_spans_nodes=self.spans_nodes(self.num_gpus),
             dtype=self.dtype,
             levels=levels,
             micro_batches=self.micro_batches,
@@ -301,7 +325,7 @@ class RunEstimator:
             self.name,
             self.config,
             latents,
-            options=self._with_chunks(latents, ranks),
+            options=self.options_on(ranks, latents),
             ranks=ranks,
             dtype=self.dtype,
             level=level,
@@ -309,14 +333,4 @@ class RunEstimator:
             device=self.device,
             # Under "auto" as in eager mode, which takes more and is traced in less time.
             compiled=self.compiles and self.cfg.compile == "blocks" and self.device == "cuda",
-        )
-
-    def _with_chunks(self, latents: tuple[int, ...], ranks: int) -> Options:
-        """The options, with the number of chunks that "auto" stands for."""
-        return with_chunks(
-            self.options,
-            self.shape_of(latents),
-            ranks,
-            element_size=self.dtype.itemsize,
-            spans_nodes=self.spans_nodes,
         )

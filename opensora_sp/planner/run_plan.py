@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schedule import describe_schedule
@@ -14,9 +15,10 @@ from opensora_sp.parallel.strategies import applicable_strategy, strategy_option
 
 from .advice import better_balance, less_memory
 from .attention_kernels import Kernels
-from .batches import BatchSpec, buckets_of
-from .communicators import Communicators, communicators
-from .run_estimator import Memory, RunEstimator
+from .batches import BatchSpec, batches_by_name, buckets_of
+from .communicators import Communicators, communicators_of
+from .least_ranks import ranks_of_bucket
+from .run_estimator import DEFAULT_MEMORY, Memory, RunEstimator
 from .sharing import Sharing, sharing_of
 from .step_time import StepTime
 from .traffic import Traffic, tokens_changing_rank
@@ -24,7 +26,7 @@ from .traffic import Traffic, tokens_changing_rank
 
 @dataclass(frozen=True)
 class BatchEstimate:
-    """The estimate of one bucket.
+    """The estimate of one bucket on ``ranks`` that share its batches.
 
     ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
     strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
@@ -33,6 +35,7 @@ class BatchEstimate:
     """
 
     bucket: BatchSpec
+    ranks: int
     tokens: dict[str, int]
     sharing: Sharing
     tokens_changing_rank: int
@@ -44,8 +47,11 @@ class BatchEstimate:
     advice: list[str]
 
 
-# Of a node whose size is not known.
-GPUS_OF_NODE = 8
+class BatchOnRanks(NamedTuple):
+    """A batch, and the number of ranks that share it."""
+
+    batch: BatchSpec
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,14 @@ class Plan:
     schedule: list[str]
     buckets: list[BatchEstimate]
 
+    @property
+    def memory_of_step(self) -> float:
+        """Bytes of a GPU beside communicators; infinity where its memory is not known."""
+        if self.memory_gb is None:
+            return math.inf
+        taken = self.communicators.beside_largest if self.communicators else 0.0
+        return self.memory_gb * 1e9 - taken
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values, with the means and sums that the table shows."""
         values = asdict(self)
@@ -98,7 +112,8 @@ def plan(
     memory_gb: float | None = None,
     gpu: str | None = None,
     device: str = "cuda",
-    progress: Callable[[list[BatchSpec]], Iterable[BatchSpec]] = iter,
+    degrees: Mapping[str, Sequence[int]] | None = None,
+    progress: Callable[[list[BatchOnRanks]], Iterable[BatchOnRanks]] = iter,
 ) -> Plan:
     """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
 
@@ -108,6 +123,9 @@ def plan(
         gpu: a name in ``GPUS``, to predict the time of a step, and for its memory unless
             ``memory_gb`` is passed.
         device: "cuda" or "cpu", on which torch's AdamW and its allocator work differently.
+        degrees: by bucket, the numbers of ranks that share its batches, each of which is estimated.
+            A bucket that is not in has the config's, or with ``sp_size="auto"`` the fewest that its
+            batches fit on.
         progress: iterates over the buckets and may show how far it is.
 
     Raises:
@@ -117,10 +135,10 @@ def plan(
     if gpu is not None:
         of_gpu = gpu_of(gpu).memory / 1e9
         memory_gb = of_gpu if memory_gb is None else memory_gb
-    run, buckets = (
-        RunEstimator(cfg, num_gpus, memory_gb, device, gpu, gpus_per_node),
-        buckets_of(cfg),
-    )
+    run = RunEstimator(cfg, num_gpus, memory_gb, device, gpu, gpus_per_node)
+    nested = communicators_of(cfg.sp_size, num_gpus, run.gpus_per_node)
+    run.reserved = 0.0 if nested is None else nested.beside_largest
+    buckets = _buckets_on_ranks(run, degrees or {})
     return Plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
@@ -128,26 +146,30 @@ def plan(
         num_gpus=num_gpus,
         sp_size=run.ranks,
         dp_size=num_gpus // run.ranks,
-        communicators=_communicators(cfg, num_gpus, gpus_per_node),
+        communicators=nested,
         precision=cfg.precision,
         grad_checkpoint=run.checkpointing,
         micro_batches=run.micro_batches,
-        spans_nodes=None if gpus_per_node is None else run.spans_nodes,
+        spans_nodes=None if gpus_per_node is None else run.spans_nodes(run.ranks),
         memory_gb=memory_gb,
         gpu=gpu,
         versions=run.platform.describe() if run.platform else None,
         schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
-        buckets=[_estimate(run, bucket, brief=len(buckets) > 1) for bucket in progress(buckets)],
+        buckets=[_estimate(run, *one, brief=len(buckets) > 1) for one in progress(buckets)],
     )
 
 
-def _communicators(
-    cfg: TrainConfig | InferenceConfig, num_gpus: int, gpus_per_node: int | None
-) -> Communicators | None:
-    """Those of a run with a degree for each micro-batch; nodes of 8 GPUs if nothing is known."""
-    if cfg.sp_size is None or isinstance(cfg.sp_size, int):
-        return None
-    return communicators(num_gpus, gpus_per_node or min(num_gpus, GPUS_OF_NODE))
+def _buckets_on_ranks(
+    run: RunEstimator, degrees: Mapping[str, Sequence[int]]
+) -> list[BatchOnRanks]:
+    """The batches of each bucket, with each number of ranks that share them."""
+    buckets_of(run.cfg)  # refuses those whose size is chosen later
+    memory = (run.memory_gb or DEFAULT_MEMORY / 1e9) * 1e9 - run.reserved
+    found = []
+    for name, batch in batches_by_name(run.cfg).items():
+        ranks = degrees.get(name) or [ranks_of_bucket(name, batch, run, memory)]
+        found += [BatchOnRanks(batch, number) for number in ranks]
+    return found
 
 
 def gpu_of(name: str) -> CostModel:
@@ -200,22 +222,25 @@ def batch_memory(
     return run.memory(latents, ranks or run.ranks, brief=True)
 
 
-def _estimate(run: RunEstimator, bucket: BatchSpec, *, brief: bool) -> BatchEstimate:
+def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int, *, brief: bool) -> BatchEstimate:
     shape, latents = run.shape(bucket), run.latents(bucket)
-    sharing = sharing_of(shape, run.options, run.ranks)
-    memory = run.memory(latents, run.ranks, brief=brief)
+    on_ranks = run.options_on(ranks)
+    sharing = sharing_of(shape, on_ranks, ranks)
+    memory = run.memory(latents, ranks, brief=brief)
 
     compared: dict[str, Traffic] = {}
     advice: list[str] = []
     if not brief:
         for name in strategy_options():
-            options = Options(strategy=name)
-            if applicable_strategy(shape, options, run.ranks):
-                compared[name] = run.traffic(shape, options, memory.recomputes)
-        advice = better_balance(run, bucket, sharing) + less_memory(run, latents, memory)
+            options = Options(strategy=name, spans_nodes=on_ranks.spans_nodes)
+            if applicable_strategy(shape, options, ranks):
+                compared[name] = run.traffic(shape, options, ranks, recomputes=memory.recomputes)
+        advice = better_balance(run, bucket, sharing, ranks)
+        advice += less_memory(run, latents, memory, ranks)
 
     return BatchEstimate(
         bucket=bucket,
+        ranks=ranks,
         tokens={
             "samples": shape.num_samples,
             "frames": shape.frames,
@@ -223,11 +248,11 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, *, brief: bool) -> BatchEsti
             "total": shape.tokens,
         },
         sharing=sharing,
-        tokens_changing_rank=0 if sharing.moves else tokens_changing_rank(shape, run.ranks),
-        traffic=run.traffic(shape, run.options, memory.recomputes),
+        tokens_changing_rank=0 if sharing.moves else tokens_changing_rank(shape, ranks),
+        traffic=run.traffic(shape, on_ranks, ranks, recomputes=memory.recomputes),
         compared=compared,
         memory=memory,
-        time=run.time(latents, memory.levels),
+        time=run.time(latents, memory.levels, ranks),
         attention=run.attention(latents),
         advice=advice,
     )

@@ -18,7 +18,7 @@ import torch
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.cost_model import CostModel, Link
 from opensora_sp.parallel.strategies import strategy_for
 
 from .checkpointing import offloaded_bytes
@@ -68,6 +68,7 @@ def predict_step(
     options: Options,
     ranks: int,
     world: int,
+    world_spans_nodes: bool = False,
     dtype: torch.dtype,
     levels: Sequence[int] = (EVERYTHING,),
     micro_batches: int = 1,
@@ -80,6 +81,7 @@ def predict_step(
         latents: ``(B, c, frames, height, width)`` of a micro-batch.
         ranks: of a sequence-parallel group.
         world: all ranks, over which ZeRO shards the optimizer.
+        world_spans_nodes: whether they lie on several nodes.
         levels: what the blocks keep under gradient checkpointing; one for all, or each block's.
         accumulates_locally: gradients are reduced once, in fp32, not in each micro-batch.
 
@@ -107,7 +109,8 @@ def predict_step(
     work[OPTIMIZER] = _optimizer(trained / world, gpu)
     weights = trained * dtype.itemsize
     gradients = trained * FP32 if accumulates_locally else weights * micro_batches
-    work[ZERO] = _zero(gradients + weights, gpu, world)
+    link = gpu.link(spans_nodes=world_spans_nodes)
+    work[ZERO] = _zero(gradients + weights, link, world)
 
     offloaded = offloaded_bytes(levels, shape, options, ranks, dtype.itemsize) * micro_batches
     copies = Work(bytes=2.0 * offloaded, seconds=2.0 * offloaded / gpu.to_host)
@@ -178,7 +181,7 @@ def _exchanges(
     exchanges = strategy.exchanges(shape, options, dtype.itemsize)
     calls = sum(getattr(exchange, "count", 1) for exchange in exchanges)
     calls *= 3 if any(sent.recompute) else 2
-    seconds = gpu.link(spans_nodes=False).seconds(sent.busiest, calls)
+    seconds = gpu.link(spans_nodes=options.spans_nodes).seconds(sent.busiest, calls)
     return Work(bytes=float(sent.busiest), operators=float(calls), seconds=seconds)
 
 
@@ -187,7 +190,7 @@ def _optimizer(parameters: float, gpu: CostModel) -> Work:
     return Work(parameters * OPTIMIZER_FLOPS, moved, seconds=moved / gpu.memory_bandwidth)
 
 
-def _zero(total_bytes: float, gpu: CostModel, world: int) -> Work:
+def _zero(total_bytes: float, link: Link, world: int) -> Work:
     """Gradients are reduced and weights are gathered, all of these bytes over the links."""
     sent = total_bytes * (world - 1) / world
-    return Work(bytes=sent, seconds=sent / gpu.bandwidth)
+    return Work(bytes=sent, seconds=sent / link.bandwidth)

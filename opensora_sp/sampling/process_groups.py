@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
@@ -103,7 +103,8 @@ def _seconds_by_shape(
     cfg: InferenceConfig, cost_model: CostModel, ranks: int, spans_nodes: bool
 ) -> Callable[[Batch], float]:
     """Predicts a forward pass of a batch on one of the groups of so many ranks."""
-    spec, options = cfg.model_spec, cfg.parallel_options(cost_model)
+    spec = cfg.model_spec
+    options = replace(cfg.parallel_options(cost_model), spans_nodes=spans_nodes)
     model = ModelCosts.of(spec.name, spec.config)
     process = build_component(cfg.scheduler, SCHEDULERS)
     copies = predictions_per_step(process, by_frames=cfg.cond_type is not None)
@@ -117,7 +118,6 @@ def _seconds_by_shape(
             ranks,
             model=model,
             element_size=DTYPES[cfg.precision].itemsize,
-            spans_nodes=spans_nodes,
             training=False,
         )
 

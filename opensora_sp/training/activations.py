@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from itertools import chain
 
 import psutil
 import torch
@@ -12,8 +14,11 @@ import torch.distributed as dist
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import Options, SequenceMesh
-from opensora_sp.planner import batch_memory
-from opensora_sp.planner.communicators import communicator_memory
+from opensora_sp.planner.batches import batches_by_name
+from opensora_sp.planner.bucket_levels import BucketLevels, plan_bucket
+from opensora_sp.planner.communicators import memory_beside_largest
+from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.rank_groups import group_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +26,15 @@ logger = logging.getLogger(__name__)
 class ActivationBudget:
     """Sets the levels of gradient checkpointing before each forward pass. Made collectively.
 
+    With ``grad_checkpoint="auto"`` the levels of all buckets are planned here, each by one rank.
+
     Args:
         module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
         options: of sequence parallelism, as the model runs with them.
+
+    Raises:
+        ValueError: on all ranks, if a bucket's batches take more of a host's memory than one has.
     """
 
     def __init__(
@@ -37,26 +47,24 @@ class ActivationBudget:
         options: Options | None = None,
     ) -> None:
         self.cfg, self.module, self.mesh, self.device = cfg, module, mesh, device
-        self.options = options
-        of_node = os.environ.get("LOCAL_WORLD_SIZE")  # as SequenceMesh reads it
-        self._gpus_per_node = None if of_node is None else int(of_node)
-        self.memory = 0.0
-        self._levels: dict[tuple[int, ...], list[int]] = {}
         # Sizes of groups whose first batch is also computed without sequence parallelism.
         self._unverified = {own.sp_size for own in mesh.own if cfg.sequence_parallel.verify}
-        if cfg.grad_checkpoint == "auto":
-            self.memory = free_memory(mesh, device, reserved)
-            # Of each process, before it pins any.
-            self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
-        else:
+        # By the number of ranks and the size of a clip's latents.
+        self._planned: dict[tuple[int, ...], BucketLevels] = {}
+        self._logged: set[tuple[str, int]] = set()
+        if cfg.grad_checkpoint != "auto":
             module.set_grad_checkpoint(cfg.grad_checkpoint)
+            return
+
+        self.memory = free_memory(mesh, device, reserved)
+        # Of each process, before it pins any.
+        self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
+        self._run = self._estimator(options)
+        self._plan()
 
     def fit(self, latents: torch.Size) -> None:
         """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)`` of the
         mesh's current group.
-
-        Raises:
-            ValueError: on all ranks, if that takes more of a host's memory than one has.
         """
         if self.cfg.grad_checkpoint != "auto":
             return
@@ -66,25 +74,71 @@ class ActivationBudget:
             self.module.set_grad_checkpoint(True)
             return
 
-        shape = tuple(latents)
-        key = (ranks, *shape)
-        if key not in self._levels:
-            planned = batch_memory(
-                self.cfg,
-                dist.get_world_size(),
-                shape,
-                memory_gb=self.memory / 1e9,
-                device=self.device.type,
-                gpus_per_node=self._gpus_per_node,
-                options=self.options,
-                # Blocks that failed verification run in eager mode, which keeps more.
-                compiled=self.module.compile_backend is not None,
-                ranks=ranks,
+        num_samples, *size = latents
+        planned = self._planned.get((ranks, *size))
+        if planned is None or num_samples > planned.num_samples:
+            planned = self._add_unplanned(tuple(latents), ranks)
+        if (planned.name, ranks) not in self._logged:
+            self._logged.add((planned.name, ranks))
+            of_ranks = f"{ranks} rank{'s' * (ranks > 1)}"
+            logger.info(
+                "gradient checkpointing of %s on %s: %s", planned.name, of_ranks, planned.text
             )
-            check_host(shape, planned.pinned, self._of_host)
-            self._levels[key] = planned.levels
-            logger.info("gradient checkpointing of %s: %s", shape, planned.describe())
-        self.module.set_grad_checkpoint(self._levels[key])
+        self.module.set_grad_checkpoint(planned.levels)
+
+    def _estimator(self, options: Options | None) -> RunEstimator:
+        run = RunEstimator(
+            self.cfg,
+            self.mesh.world_size,
+            self.memory / 1e9,
+            self.device.type,
+            None,
+            self.mesh.ranks_per_node,
+        )
+        if options is not None:
+            run.options = options
+        # Blocks that failed verification run in eager mode, which keeps more.
+        run.compiles = self.module.compile_backend is not None
+        return run
+
+    def _plan(self) -> None:
+        """Plan the batches of all buckets, each on one rank. Collective."""
+        began, mesh = time.perf_counter(), self.mesh
+        names = list(batches_by_name(self.cfg))
+        own: list[BucketLevels] = []
+        for name in names[mesh.rank :: mesh.world_size]:
+            own += plan_bucket(self._run, name, self._degrees(name), self.memory)
+
+        seen = [own]
+        if mesh.world_size > 1:
+            seen = [[] for _ in range(mesh.world_size)]
+            dist.all_gather_object(seen, own)
+        for one in sorted(chain.from_iterable(seen), key=lambda one: (one.name, one.ranks)):
+            check_host(one, self._of_host)
+            for size in one.sizes:
+                # Buckets of the same size may differ in their batches.
+                key = one.ranks, *size
+                known = self._planned.get(key, one)
+                self._planned[key] = max(known, one, key=lambda other: other.num_samples)
+
+        seconds = time.perf_counter() - began
+        logger.info("gradient checkpointing planned for %d buckets in %.1f s", len(names), seconds)
+
+    def _degrees(self, name: str) -> list[int]:
+        """The numbers of ranks that may share a bucket's batches."""
+        if isinstance(self.cfg.sp_size, dict) and name in self.cfg.sp_size:
+            return [self.cfg.sp_size[name]]
+        return group_sizes(self.mesh.family)
+
+    def _add_unplanned(self, latents: tuple[int, ...], ranks: int) -> BucketLevels:
+        """Plan a batch of a size that the config does not have, when it comes."""
+        found = self._run.memory(latents, ranks, brief=True)
+        planned = BucketLevels(
+            str(latents), ranks, [latents], found.levels, found.pinned, found.describe()
+        )
+        check_host(planned, self._of_host)
+        self._planned[(ranks, *latents[1:])] = planned
+        return planned
 
 
 def free_memory(mesh: SequenceMesh, device: torch.device, reserved: int) -> float:
@@ -103,16 +157,15 @@ def _of_communicators(mesh: SequenceMesh, device: torch.device) -> float:
     """Bytes of this rank's communicators but one, which the planner's budget leaves room for."""
     if device.type != "cuda":
         return 0.0
-    groups = [own.ranks for own in mesh.own[1:]]
-    return communicator_memory(groups, mesh.ranks_per_node)
+    return memory_beside_largest([own.ranks for own in mesh.own], mesh.ranks_per_node)
 
 
-def check_host(shape: tuple[int, ...], pinned: int, available: float) -> None:
+def check_host(planned: BucketLevels, available: float) -> None:
     """Raise ValueError if a process pins more bytes than a host has available for it."""
-    if pinned > available:
+    if planned.pinned > available:
         raise ValueError(
-            f"got a batch {shape} that fits a GPU only with {pinned / 1e9:.3f} GB of inputs of "
-            f"blocks in the host's memory for each process; expected at most "
+            f"got batches of {planned.name} that fit a GPU only with {planned.pinned / 1e9:.3f} GB "
+            "of inputs of blocks in the host's memory for each process; expected at most "
             f"{available / 1e9:.3f} GB, a process's part of what is available on the smallest "
             "host; raise sp_size, start fewer processes on a host, or take smaller batches"
         )

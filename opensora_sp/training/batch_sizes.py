@@ -109,7 +109,7 @@ def with_chosen_batch_sizes(
     chosen: list[dict[str, int]] = [{}]
     with on_rank_0("choosing batch sizes") as is_rank_0:
         if is_rank_0:
-            fitted = _fit(cfg, memory, device)
+            fitted = _fit(cfg, memory, mesh, device)
             chosen = [fitted.sizes]
             _log(fitted)
     dist.broadcast_object_list(chosen, src=0)
@@ -119,15 +119,14 @@ def with_chosen_batch_sizes(
     return cfg
 
 
-def _fit(cfg: TrainConfig, memory: float, device: torch.device) -> Fit:
+def _fit(cfg: TrainConfig, memory: float, mesh: SequenceMesh, device: torch.device) -> Fit:
     assert cfg.bucket_config is not None
-    of_node = os.environ.get("LOCAL_WORLD_SIZE")  # as SequenceMesh reads it
     return fit(
         cfg,
-        dist.get_world_size(),
+        mesh.world_size,
         memory,
         names=Buckets.of(cfg.bucket_config).without_batch_size,
-        gpus_per_node=None if of_node is None else int(of_node),
+        gpus_per_node=mesh.ranks_per_node,
         device=device.type,
         cost_model=cost_model_of(cfg.cost_model),
     )

@@ -21,7 +21,8 @@ from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.batches import batches_by_name
-from opensora_sp.planner.fit import least_ranks
+from opensora_sp.planner.least_ranks import least_ranks
+from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.rank_groups import group_sizes
 
 from .activations import free_memory
@@ -83,12 +84,11 @@ def _least_ranks(
     """
     memory = free_memory(mesh, device, reserved)
     degrees = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
+    run = RunEstimator(cfg, mesh.world_size, memory / 1e9, device.type, None, mesh.ranks_per_node)
     found, lacking = {}, []
     for name, batch in batches_by_name(cfg).items():
         sizes = [degrees[name]] if name in degrees else group_sizes(mesh.family)
-        ranks = least_ranks(
-            cfg, batch, memory, num_gpus=mesh.world_size, sizes=sizes, device=device.type
-        )
+        ranks = least_ranks(run, batch, memory, sizes)
         if ranks is None:
             plural = "s" * (max(sizes) > 1)
             lacking.append(f"{name} ({batch.batch_size} clips on {max(sizes)} rank{plural})")

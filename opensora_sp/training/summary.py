@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,15 +83,14 @@ def _describe_chunks(trainer: Trainer, options: Options) -> str:
     config: Any = trainer.module.config
     latent_size = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     shape = BatchShape.of(config, cfg.batch_size, latent_size)
+    options = replace(options, spans_nodes=trainer.mesh.spans_nodes)
     strategy = strategy_for(shape, options, ranks)
     if strategy is not SwitchRows:
         return f"off: with the strategy {strategy.label!r}, no tokens switch between blocks"
 
-    of_links: dict[str, Any] = dict(
-        element_size=trainer.module.dtype.itemsize, spans_nodes=trainer.mesh.spans_nodes
-    )
-    chosen = with_chunks(options, shape, ranks, **of_links).num_chunks
-    costs = chunk_costs(options.cost_model, shape, ranks, **of_links)
+    element_size = trainer.module.dtype.itemsize
+    chosen = with_chunks(options, shape, ranks, element_size=element_size).num_chunks
+    costs = chunk_costs(options, shape, ranks, element_size=element_size)
     setting = f"overlap_chunks={options.overlap_chunks!r}"
     return f"{'off' if chosen == 1 else chosen} ({setting}): {costs.describe()}"
 

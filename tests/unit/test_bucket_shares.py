@@ -1,17 +1,14 @@
-"""Shares, degrees and idle times of buckets, what is warned of, and the cut that a plan shows."""
+"""Shares, degrees and idle times of buckets, and what is warned of."""
 
 from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from opensora_sp.cli.cut import describe_cut
-from opensora_sp.config import load_train_config
 from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReplicaBatches, ScheduledBatches
 from opensora_sp.data.schedule import schedule
 from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
@@ -102,29 +99,3 @@ def test_a_group_that_spans_nodes_without_need_is_warned_of_once(
         for step in range(3):
             shares.see(step, STEP)
     assert caplog.text.count("share a micro-batch of the bucket 720p x 51") == warns
-
-
-CONFIG = """
-vae = dict(type="PatchPoolVAE", pool=(1, 8, 8))
-text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
-model = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12,
-    hidden_size=48, depth=2, num_heads=3,
-)
-dataset = dict(type="VariableVideoText", manifest="none.csv")
-max_steps = 1
-bucket_config = {"144p": {1: (1.0, 16), 8: (1.0, 6)}, "240p": {8: (0.6, 2)}}
-cost_model = "H100"
-"""
-
-
-def test_the_plan_shows_the_cut_of_a_step(tmp_path: Path) -> None:
-    (tmp_path / "config.py").write_text(CONFIG)
-    cfg = load_train_config(tmp_path / "config.py", ["sp_size={'144p x 8': 4}"])
-    title, _, _, *lines = describe_cut(cfg, 8, None, None)
-    assert "scheduled by the speeds of H100" in title
-    rows = {" ".join(line.split()[:3]): line.split()[3:5] for line in lines}
-    assert rows["144p x 8"] == ["6", "4"] and rows.keys() == {"144p x 1", "144p x 8", "240p x 8"}
-
-    fixed = load_train_config(tmp_path / "config.py", ["sp_size=2"])
-    assert describe_cut(fixed, 8, None, None) == []

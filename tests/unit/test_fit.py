@@ -15,17 +15,12 @@ from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.planner import batch_memory, buckets_of
+from opensora_sp.planner.affine import AffineEstimator
 from opensora_sp.planner.batches import BatchSpec, batches_by_name
 from opensora_sp.planner.checkpointing import budget_of, memory_for, recomputed_share
-from opensora_sp.planner.fit import (
-    AffineEstimator,
-    Fit,
-    FittedBatch,
-    Times,
-    common_time,
-    fit,
-    least_ranks,
-)
+from opensora_sp.planner.communicators import BYTES_OF_PEER
+from opensora_sp.planner.fit import Fit, FittedBatch, Times, _Bucket, common_time, fit
+from opensora_sp.planner.least_ranks import least_ranks
 from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training import batch_sizes, rank_batches
 
@@ -69,16 +64,16 @@ def test_the_common_time_is_one_that_most_buckets_can_take() -> None:
     assert common_time([Times(5.6, 10), Times(1, 5)]) == 10
 
 
-def made_of(sizes: dict[int, float]) -> Any:
-    """An estimator of a model whose needed bytes and seconds are the number of clips."""
+def made_of(traced: dict[int, float]) -> Any:
+    """An estimator of a model whose needed bytes and seconds are the number of clips; ``traced``
+    are bytes that differ from that.
+    """
     peak = SimpleNamespace
     return SimpleNamespace(
         latents=lambda batch: (batch.batch_size,),
-        memory=lambda latents, ranks, brief: peak(
-            configured=peak(needed=sizes.get(latents[0], latents[0])), levels=[0]
-        ),
+        memory=lambda latents, ranks, brief: peak(configured=peak(needed=latents[0]), levels=[0]),
         verified=lambda latents, ranks: peak(
-            configured=peak(needed=sizes.get(latents[0], latents[0])), levels=[0]
+            configured=peak(needed=traced.get(latents[0], latents[0])), levels=[0]
         ),
         seconds=lambda latents, ranks, levels: float(latents[0]),
         checkpointing="auto",
@@ -101,12 +96,32 @@ def made_of(sizes: dict[int, float]) -> Any:
 def test_whole_clips_on_each_rank_are_preferred(
     budget: float, common: float, size: int, decided_by: str
 ) -> None:
-    from opensora_sp.planner.fit import _Bucket
-
     bucket = _Bucket(made_of({}), BatchSpec(0, 1, (8, 8)), 4, memory_for(budget), 200)
     found = bucket.fitted("name", common)
     assert (found.batch.batch_size, found.decided_by) == (size, decided_by)
     assert found.deviation == pytest.approx(size / common - 1)
+
+
+def test_memory_decides_where_the_traced_batch_does_not_fit() -> None:
+    bucket = _Bucket(made_of({40: 51.0}), BatchSpec(0, 1, (8, 8)), 4, memory_for(50.0), 200)
+    found = bucket.fitted("name", 40.0)
+    assert (found.batch.batch_size, found.decided_by) == (36, "memory")
+
+
+def test_communicators_are_part_of_what_must_fit(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 4 GB, groups of 4 and 2 take 1.9 beside that of 8, and nothing is left for a step."""
+    one_bucket = "bucket_config={'144p': {1: (1.0, None)}}"
+    degrees = "sp_size={'144p x 1': 8}"
+    options = ["--gpus", "8", "--largest-batch", "8", "--cfg-options", degrees, one_bucket]
+    error = refused(capsys, str(config), "--fit", "4GB", *options)
+    assert "got 4 GB of a device, into which not one clip fits" in error
+
+    least = error.partition("expected at least ")[2].partition(" GB")[0]
+    assert float(least) == pytest.approx(3e9 / 0.95e9 + 4 * BYTES_OF_PEER / 1e9, abs=0.3)
+    main(["plan", str(config), "--fit", least, *options])
+    assert "Communicators of groups beside the largest one take 1.87 GB" in capsys.readouterr().out
 
 
 def test_deviations_within_a_tenth_or_a_clip_are_balanced() -> None:
@@ -173,7 +188,7 @@ def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
     one, two = (run.peak(latents, ranks, levels).needed for ranks in (1, 2))
 
     found = [
-        least_ranks(cfg, batch, memory_for(needed), num_gpus=4, sizes=(1, 2), device="cpu")
+        least_ranks(run, batch, memory_for(needed), (1, 2))
         for needed in (1.01 * one, (one + two) / 2, 0.99 * two)
     ]
     assert found == [1, 2, None]
@@ -183,7 +198,7 @@ def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
 def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh: Any = SimpleNamespace(world_size=2, family=nested_groups(2, 2))
+    mesh: Any = SimpleNamespace(world_size=2, ranks_per_node=2, family=nested_groups(2, 2))
     for sp_size, asked in (("auto", "on 2 ranks"), ("{'144p x 5': 1}", "on 1 rank[^s]")):
         cfg = load_train_config(config, [f"sp_size={sp_size}"])
         monkeypatch.setattr(rank_batches, "free_memory", lambda *args: 80e9)
@@ -323,4 +338,5 @@ def test_a_resumed_run_takes_the_sizes_of_its_checkpoint(config: Path, tmp_path:
 
 
 def test_a_fit_as_json_values() -> None:
-    assert Fit(1e9, 2.0, []).to_dict() == {"memory": 1e9, "seconds": 2.0, "batches": []}
+    values = {"memory": 1e9, "communicators": 3e8, "seconds": 2.0, "batches": []}
+    assert Fit(1e9, 3e8, 2.0, []).to_dict() == values

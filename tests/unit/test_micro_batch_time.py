@@ -30,9 +30,10 @@ IMAGE, IMAGES, SHORT, LONG = (
 def seconds(
     latents: Latents, ranks: int, cost_model: CostModel = H100, config: Any = XL2, **options: Any
 ) -> float:
+    in_group = Options(cost_model=cost_model, spans_nodes=options.pop("spans_nodes", False))
     options = {"model": COSTS, "element_size": 2, **options}
     shape = BatchShape.of(config, latents[0], latents[2:])
-    return seconds_of(shape, Options(cost_model=cost_model), ranks, **options)
+    return seconds_of(shape, in_group, ranks, **options)
 
 
 def traced(

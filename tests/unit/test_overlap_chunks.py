@@ -38,7 +38,8 @@ def test_no_other_number_of_chunks_saves_more(spans_nodes):
 
 def chosen(size: tuple[int, ...], ranks: int, *, between: bool, **options: Any) -> Options:
     shape = BatchShape.of(XL2, size[0], size[1:])  # type: ignore[arg-type]
-    return with_chunks(Options(**options), shape, ranks, element_size=2, spans_nodes=between)
+    in_group = Options(spans_nodes=between, **options)
+    return with_chunks(in_group, shape, ranks, element_size=2)
 
 
 def test_a_cpu_sends_nothing_in_chunks():
@@ -85,6 +86,21 @@ def test_the_links_of_a_mesh_decide(between):
     parallelize(model, mesh)
     strategy = getattr(model, ATTRIBUTE).strategy(model.config.grid(1, (64, 64, 64)))
     assert strategy.options.overlap_chunks == (2 if between else 1)
+
+
+def test_few_frames_are_divided_by_the_link_of_the_group():
+    """7 frames on 8 ranks: by heads 3.5 frames are sent in place of 2, for an eighth of the work,
+    which pays inside a node alone.
+    """
+    text = dict(caption_channels=5, model_max_length=4)
+    for between, strategy in ((False, "split heads"), (True, "switch")):
+        with torch.device("meta"):
+            model = build_model("STDiT3", hidden_size=1152, depth=1, num_heads=16, **text)
+        mesh = SequenceMesh.imagined(8, 0)
+        mesh._current = replace(mesh._current, spans_nodes=between)
+        parallelize(model.bfloat16(), mesh)
+        grid = model.config.grid(1, (7, 128, 128))
+        assert getattr(model, ATTRIBUTE).strategy(grid).label == strategy
 
 
 def test_groups_that_span_nodes(monkeypatch):

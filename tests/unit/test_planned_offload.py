@@ -10,6 +10,7 @@ from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
 from opensora_sp.models.recompute import OFFLOADED
 from opensora_sp.planner import batch_memory
+from opensora_sp.planner.bucket_levels import BucketLevels
 from opensora_sp.planner.checkpointing import budget_of
 from opensora_sp.planner.run_estimator import Memory
 from opensora_sp.training.activations import check_host
@@ -60,10 +61,13 @@ def test_bytes_on_the_host_are_those_of_whole_pages():
 
 
 def test_a_run_refuses_batches_whose_inputs_do_not_fit_on_the_host():
-    check_host(LATENTS, INPUT, INPUT)
-    message = r"got a batch .* with 0.849 GB .* expected at most 0.400 GB.*raise sp_size"
+    planned = BucketLevels("512x512 x 360", 1, [LATENTS], [OFFLOADED] * 12, INPUT, "")
+    check_host(planned, INPUT)
+    message = (
+        r"got batches of 512x512 x 360 .* with 0.849 GB .* expected at most 0.400 GB.*raise sp_size"
+    )
     with pytest.raises(ValueError, match=message):
-        check_host(LATENTS, INPUT, 4e8)
+        check_host(planned, 4e8)
 
 
 def test_plan_states_bytes_and_time(capsys: pytest.CaptureFixture[str]):

@@ -41,6 +41,7 @@ def few_windows(shape: BatchShape, options: Options, ranks: int) -> bool:
     costs = options.cost_model.few_units(
         shape,
         ranks,
+        options.link,
         unit=max(shape.windows.sizes) * shape.frames,
         num_units=shape.num_windows,
         row_layout=SPATIAL_ROWS if ranks <= shape.num_frames else TEMPORAL_ROWS,

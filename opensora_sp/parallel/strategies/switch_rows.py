@@ -15,7 +15,7 @@ from opensora_sp.dynamo import uncompiled
 
 from ..batch_shape import BatchShape
 from ..collectives import exchange
-from ..cost_model import ChunkCosts, CostModel, FewUnitsCosts
+from ..cost_model import ChunkCosts, FewUnitsCosts
 from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
@@ -134,28 +134,19 @@ class SwitchRows(Strategy):
 
 
 def chunk_costs(
-    cost_model: CostModel,
-    shape: BatchShape,
-    ranks: int,
-    *,
-    element_size: int,
-    spans_nodes: bool,
+    options: Options, shape: BatchShape, ranks: int, *, element_size: int
 ) -> ChunkCosts:
     """Cost of a switch in chunks, for a group of ranks on one node or several."""
     held = max(shape.entries(SPATIAL_ROWS, ranks))
     sent = held * (ranks - 1) / ranks * shape.width * element_size
-    return ChunkCosts(cost_model, cost_model.link(spans_nodes=spans_nodes), sent)
+    return ChunkCosts(options.cost_model, options.link, sent)
 
 
-def with_chunks(
-    options: Options, shape: BatchShape, ranks: int, *, element_size: int, spans_nodes: bool
-) -> Options:
+def with_chunks(options: Options, shape: BatchShape, ranks: int, *, element_size: int) -> Options:
     """The options for switches of this shape: ``overlap_chunks="auto"`` is a number."""
     if options.overlap_chunks != "auto" or strategy_for(shape, options, ranks) is not SwitchRows:
         return options
-    costs = chunk_costs(
-        options.cost_model, shape, ranks, element_size=element_size, spans_nodes=spans_nodes
-    )
+    costs = chunk_costs(options, shape, ranks, element_size=element_size)
     return replace(options, overlap_chunks=costs.best_number)
 
 
@@ -164,6 +155,7 @@ def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnit
     return options.cost_model.few_units(
         shape,
         ranks,
+        options.link,
         unit=shape.patches,
         num_units=shape.num_frames,
         row_layout=TEMPORAL_ROWS,

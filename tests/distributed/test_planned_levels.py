@@ -1,0 +1,97 @@
+"""``grad_checkpoint="auto"``: buckets are planned when a run starts, and refused on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from opensora_sp.config import load_train_config
+from opensora_sp.data.buckets import Buckets
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.planner import run_estimator
+from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.trace import Activations
+from opensora_sp.resolutions import SIZES
+from opensora_sp.training import activations
+
+CONFIG = """
+vae = dict(type="PatchPoolVAE", pool=(1, 8, 8))
+text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
+model = dict(
+    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12,
+    hidden_size=48, depth=2, num_heads=3,
+)
+dataset = dict(type="VariableVideoText", manifest="none.csv")
+max_steps = 1
+bucket_config = {"144p": {1: (1.0, 16), 8: (1.0, 6)}, "240p": {8: (0.6, 2)}}
+cost_model = "H100"
+sp_size = "auto"
+grad_checkpoint = "auto"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "config.py").write_text(CONFIG)
+    return str(tmp_path / "config.py")
+
+
+def levels_in_a_run(config: str, of_host: float) -> tuple[int, int, list[str], str]:
+    """Shapes traced at the start and in the steps, what blocks keep, and the error if any."""
+    traced: list[tuple[int, ...]] = []
+
+    def trace(name: str, config: Any, latents: tuple[int, ...], **others: Any) -> Activations:
+        traced.append(latents)
+        # 144p x 1 fits any GPU; of 8 frames, the inputs of blocks fit none.
+        per_pair = 1e5 if latents[2] == 1 else 1e11 * (1 + others["level"])
+        return Activations(first=0.0, pair=per_pair, inputs=0)
+
+    run_estimator.trace_activations = trace
+    activations.free_memory = lambda *_: 80e9
+    activations._smallest = lambda memory, device: of_host
+    kept: list[str] = []
+    module: Any = SimpleNamespace(
+        compile_backend=None, set_grad_checkpoint=lambda levels: kept.append(str(levels))
+    )
+    cfg = load_train_config(config)
+    mesh = SequenceMesh("auto")
+    try:
+        budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), 0)
+    except ValueError as error:
+        return len(traced), 0, [], str(error)
+
+    at_start = len(traced)
+    run = RunEstimator(cfg, mesh.world_size, 80, "cuda", None)
+    for entry in Buckets.of(cfg.bucket_config or {}).kept:
+        for height, width in SIZES[entry.resolution].values():
+            size = run.latents(
+                SimpleNamespace(  # type: ignore[arg-type]
+                    batch_size=entry.batch_size,
+                    num_frames=entry.num_frames,
+                    image_size=(height, width),
+                )
+            )
+            # A whole batch, and the last of an epoch.
+            for num_clips in (size[0], 1):
+                budget.fit(torch.Size((num_clips, *size[1:])))
+    return at_start, len(traced) - at_start, kept, ""
+
+
+def test_a_run_s_steps_trace_nothing(config: str) -> None:
+    found = run_ranks(2, levels_in_a_run, config, 1e15)
+    # Three buckets: each is traced by one rank.
+    assert all(at_start > 0 and in_steps == 0 for at_start, in_steps, _, _ in found)
+    (_, _, kept, _), (_, _, others, _) = found
+    assert kept == others and len(set(kept)) == 2
+
+
+def test_a_host_without_room_is_refused_on_all_ranks(config: str) -> None:
+    """The bucket that one rank has planned."""
+    errors = {error for _, _, _, error in run_ranks(2, levels_in_a_run, config, 1.0)}
+    (error,) = errors
+    assert error.startswith("got batches of 144p x 8 that fit a GPU only with")
