@@ -196,7 +196,7 @@ def config_text(
             lines.append(f"{key} = {_literal(value)}")
 
     lines += [
-        "# What blocks keep is chosen for each shape when a run meets it.",
+        "# What blocks keep is chosen for each bucket when a run starts.",
         f"grad_checkpoint = {_literal(cfg.grad_checkpoint)}",
     ]
     if cfg.bucket_config is None:

@@ -168,6 +168,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
         f"{'MB sent':>9} {'GB peak':>8}{'  s/step   MFU' if plan.gpu else ''}"
     ]
 
+    of_each = plan.gpu is not None and plan.communicators is not None
     for one in plan.buckets:
         height, width = one.bucket.image_size
         batch = f"{one.bucket.batch_size} of {one.bucket.num_frames} x {height}x{width}"
@@ -183,6 +184,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
         *lines,
         "busiest: work of the busiest rank over the mean. MB sent: by a rank for a micro-batch.",
         "GB peak: of a rank, without the encoders. A bucket_config with one bucket prints more.",
+        *(["s/step: of a step with one micro-batch on each group."] if of_each else []),
         *_kernels(plan, *plan.buckets),
     ]
 
