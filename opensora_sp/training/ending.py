@@ -119,7 +119,10 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
 
     write_sampling_config(cfg, run_dir)
     script = ["python", "scripts/inference.py", str(run_dir / SAMPLING)]
-    command = [*script, "--ckpt", str(run_dir), "--prompt", "TEXT"]
+    weights = ["--ckpt", str(run_dir)]
+    if cfg.lora is not None:
+        weights = ["--ckpt", str(cfg.load), "--lora", str(run_dir)]
+    command = [*script, *weights, "--prompt", "TEXT"]
     logger.info("sample from it: %s", shlex.join(command))
 
 
