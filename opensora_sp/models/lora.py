@@ -49,7 +49,8 @@ def add_lora(
     for name in names:
         parent, _, child = name.rpartition(".")
         layer = model.get_submodule(name)
-        adapted = Linear(layer, ADAPTER, r=rank, lora_alpha=alpha)
+        # Annotated as int, and only divided.
+        adapted = Linear(layer, ADAPTER, r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
         setattr(model.get_submodule(parent), child, adapted)
 
 
