@@ -85,7 +85,138 @@ def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
     plugin = SequenceParallelPlugin(
         sp_size, stage, "fp32", accumulate_locally=accumulate_locally, master_weights=False
     )
-    train(folder, resumed, *more, "--resume", "auto", ranks=ranks)
+    booster, mesh = Booster(plugin=plugin), plugin.mesh
+    bare, alone = (adapted(make_model().double()) for _ in range(2))
+    frozen = {n: p.detach().clone() for n, p in bare.named_parameters() if not p.requires_grad}
+    optimizers = [
+        torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        for one in (bare, alone)
+    ]
+    model, optimizer, *_ = booster.boost(bare, optimizers[0])
+    assert model.unwrap() is bare
+
+    for step in range(STEPS):
+        batch = {
+            name: value.double() if value.is_floating_point() else value
+            for name, value in make_batch(step).items()
+        }
+        mine = {name: value[mesh.dp_rank :: mesh.dp_size] for name, value in batch.items()}
+        values = velocity_loss(model(**mine, output="shards"), -mine["x"])
+        loss = rank_loss(values, global_samples=GLOBAL_BATCH, world_size=mesh.world_size)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        velocity_loss(alone(**batch), -batch["x"]).mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+    wanted = dict(alone.named_parameters())
+    for name, parameter in bare.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
+        else:
+            torch.testing.assert_close(parameter, wanted[name], rtol=1e-9, atol=1e-12)
+    assert len(optimizer.shards.working) == 2 * 28
+
+
+def on_ranks(compiled: bool) -> None:
+    in_worlds(in_parallel, [(2, (compiled,)), (3, (compiled,))])
+    if not compiled:
+        cases = [(2, False, 2), (1, False, 2), (2, True, 2), (2, False, 1)]
+        in_worlds(boosted, [(2, case) for case in cases])
+        in_worlds(boosted, [(3, (stage, False, 3)) for stage in (1, 2)])
+
+
+def test_gradients_of_adapters_are_those_of_one_process() -> None:
+    """Strategies, recomputation and overlap, and through the plugin, on two and three ranks."""
+    run_ranks(3, on_ranks, False)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_with_adapters() -> None:
+    run_ranks(3, on_ranks, True, timeout=600)
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config, random weights to adapt, and a run of four steps on two processes."""
+    folder = tmp_path_factory.mktemp("lora")
+    (folder / "base").mkdir()
+    write_random_model(folder / "base")
+    manifest = write_toy_set(folder / "set", 8)
+    lines = [
+        TRAIN.format(manifest=str(manifest)).replace("max_steps = 6", "max_steps = 4"),
+        "ckpt_every = 2",
+        "optimizer = dict(lr=0.05)",
+        f"load = {str(folder / 'base')!r}",
+        f"lora = dict(rank={RANK}, alpha={ALPHA})",
+    ]
+    (folder / "config.py").write_text("\n".join(lines) + "\n")
+    log = train(folder, folder / "run")
+    assert "LoRA of rank 2 in 28 layers: 0.0 M trained parameters, on the weights of" in log
+    assert f"--ckpt {folder / 'base'} --lora {folder / 'run'}" in log
+    return folder
+
+
+def train(folder: Path, outputs: Path, *more: str, ranks: int = 2) -> str:
+    """Four steps; ``more`` are overrides, or options where they begin with dashes."""
+    options = [one for one in more if one.startswith("--resume")]
+    overrides = [one for one in more if not one.startswith("--resume")]
+    command = [folder / "config.py", *options, "--cfg-options", f"outputs={outputs}", *overrides]
+    done = run_forked("scripts/train.py", *command, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in ("model/adapter_model", "ema/adapter_model", "optimizer"):
+        content = load_file(checkpoint / f"{file}.safetensors")
+        found |= {f"{file}:{name}": tensor for name, tensor in content.items()}
+    return found
+
+
+def two_steps_of(whole: Path, outputs: Path) -> Path:
+    """The folder of a run that ended after its first checkpoint."""
+    shutil.copytree(whole, outputs, ignore=shutil.ignore_patterns("step_00000004", "summary.json"))
+    return outputs
+
+
+def test_a_run_saves_its_adapters_alone_and_resumes_bit_by_bit(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole = folder / "run"
+    *_, last = committed_checkpoints(whole)
+    verify(last)
+    assert {path.name for path in (last / "ema").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "base.json",
+        "config.json",
+    }
+    found = tensors(last)
+    assert all(".lora_" in name for name in found) and len(found) == 2 * 28 * (2 + 3)
+    ups = [tensor for name, tensor in found.items() if "model:" in name and "lora_B" in name]
+    assert len(ups) == 2 * 28 and all(up.any() for up in ups)
+
+    resumed = two_steps_of(whole, tmp_path / "run")
+    assert "at step 2" in train(folder, resumed, "--resume=auto")
+    again = tensors(resumed / "step_00000004")
+    assert again.keys() == found.keys()
+    assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 1])
+def test_a_run_resumes_on_another_number_of_processes(
+    folder: Path, tmp_path: Path, ranks: int
+) -> None:
+    resumed = two_steps_of(folder / "run", tmp_path / "run")
+    train(folder, resumed, f"sp_size={ranks}", "--resume=auto", ranks=ranks)
     wanted = tensors(folder / "run" / "step_00000004")
     for name, tensor in tensors(resumed / "step_00000004").items():
         scale = float(wanted[name].abs().max()) + 1e-6
