@@ -3,9 +3,9 @@
     python scripts/config_headers.py          # rewrite the configs
     python scripts/config_headers.py --check  # fail if one is out of date
 
-They are for 8 GPUs of each kind in ``opensora_sp.parallel.cost_model``, and those of LoRA for one GPU
-with the memory in the config's name. A config with buckets has none: ``opensora-sp plan`` prints a
-line for each bucket.
+They are for 8 GPUs of each kind in ``opensora_sp.parallel.cost_model``, and those of LoRA for one
+GPU with the memory in the config's name. A config with buckets has none: ``opensora-sp plan``
+prints a line for each bucket.
 """
 
 from __future__ import annotations

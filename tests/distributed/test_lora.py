@@ -1,9 +1,10 @@
-"""LoRA on several ranks: exact with every strategy and ZeRO stage; runs, resumed and sampled."""
+"""LoRA on several ranks: every strategy and ZeRO stage against one process; runs and samples."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from plugin_cases import GLOBAL_BATCH, STEPS, make_batch, make_model
 from random_weights import draw_weights
 from ranks import run_ranks
 from runs import BIN, TRAIN, losses, run_forked, write_random_model, write_toy_set
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from worlds import in_worlds
 
@@ -55,8 +56,8 @@ def adapted(model: nn.Module) -> nn.Module:
     return model
 
 
-def in_parallel(compiled: bool) -> None:
-    """All ways of sharing a batch against one process, in float64."""
+def in_parallel(ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False) -> None:
+    """Ways of sharing a batch against one process, in float64."""
     free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
     bare, mesh = parity_cases.make_model, SequenceMesh(torch.distributed.get_world_size())
     parity_cases.make_model = lambda case: adapted(bare(case))
@@ -66,7 +67,7 @@ def in_parallel(compiled: bool) -> None:
         )
 
     try:
-        for case, options in WAYS[:3] if compiled else WAYS:
+        for case, options in ways:
             counter = assert_one_process_result(case, mesh, cost_model=free_links, **options)
             assert counter.elements or case.size[1] == 1, (case, options)
         assert len(parity_cases.one_process_step(case, mesh)[1]) == 2 * 28 + 2
@@ -120,22 +121,23 @@ def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
     assert len(optimizer.shards.working) == 2 * 28
 
 
-def on_ranks(compiled: bool) -> None:
-    in_worlds(in_parallel, [(2, (compiled,)), (3, (compiled,))])
-    if not compiled:
-        cases = [(2, False, 2), (1, False, 2), (2, True, 2), (2, False, 1)]
-        in_worlds(boosted, [(2, case) for case in cases])
-        in_worlds(boosted, [(3, (stage, False, 3)) for stage in (1, 2)])
+def some_ways() -> None:
+    in_worlds(in_parallel, [(3, (WAYS[:3],))])
+    in_worlds(boosted, [(2, (1, True, 2)), (3, (2, False, 3))])
 
 
-def test_gradients_of_adapters_are_those_of_one_process() -> None:
-    """Strategies, recomputation and overlap, and through the plugin, on two and three ranks."""
-    run_ranks(3, on_ranks, False)
+def all_ways() -> None:
+    in_worlds(in_parallel, [(2, (WAYS,)), (3, (WAYS,))])
+    in_worlds(in_parallel, [(2, (WAYS[:3], True)), (3, (WAYS[:3], True))])
+    cases = [(2, False, 2), (1, False, 2), (2, True, 2), (2, False, 1)]
+    in_worlds(boosted, [(2, case) for case in cases])
+    in_worlds(boosted, [(3, (stage, False, 3)) for stage in (1, 2)])
 
 
-@pytest.mark.slow
-def test_compiled_blocks_with_adapters() -> None:
-    run_ranks(3, on_ranks, True, timeout=600)
+@pytest.mark.parametrize("ways", [some_ways, pytest.param(all_ways, marks=pytest.mark.slow)])
+def test_gradients_of_adapters_are_those_of_one_process(ways: Callable[[], None]) -> None:
+    """Strategies, recomputation, overlap, compiled blocks, and steps of the plugin."""
+    run_ranks(3, ways, timeout=900)
 
 
 # Runs
@@ -316,8 +318,6 @@ def test_what_does_not_fit_the_run_is_refused_before_it_starts(
     other = write_random_model(tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     weights["spatial_blocks.0.attn.qkv.weight"] += 1
-    from safetensors.torch import save_file
-
     save_file(weights, other / "model.safetensors")
     done = run_forked(
         "scripts/train.py",
