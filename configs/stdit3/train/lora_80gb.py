@@ -5,6 +5,9 @@ hf download hpcai-tech/OpenSora-STDiT-v3 --local-dir weights/stdit-v3
 python scripts/train.py configs/stdit3/train/lora_80gb.py
 python scripts/inference.py configs/stdit3/inference/v12.py --ckpt weights/stdit-v3 \\
     --lora outputs/lora_80gb --prompt "..."
+
+Predicted for eager mode, without the encoders:
+    1 GPU of 80 GB: 66.9 GB, 28.0 s a step on H100, MFU 9%
 """
 
 _base_ = ["../../_base_/stdit3_v12.py", "../../_base_/train.py"]
