@@ -42,7 +42,8 @@ def add_lora(
     Raises:
         ValueError: if a pattern matches no linear layer, or none is chosen.
     """
-    from peft.tuners.lora import Linear
+    # Imports peft, which takes seconds.
+    from .adapted_linear import AdaptedLinear
 
     names = target_layers(model, targets)
     model.requires_grad_(False)
@@ -50,8 +51,9 @@ def add_lora(
         parent, _, child = name.rpartition(".")
         layer = model.get_submodule(name)
         # Annotated as int, and only divided.
-        adapted = Linear(layer, ADAPTER, r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
-        setattr(model.get_submodule(parent), child, adapted)
+        adapted = AdaptedLinear(layer, ADAPTER, r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
+        # On the meta device, peft leaves its own weights in float32.
+        setattr(model.get_submodule(parent), child, adapted.to(layer.weight.dtype))
 
 
 def target_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:

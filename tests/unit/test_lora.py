@@ -293,7 +293,8 @@ def test_the_planner_counts_what_is_trained() -> None:
     )
     assert sum(sizes.trainable) == RANK * sum(per_layer) and sizes.frozen == bare.total
     assert not sizes.pairs[0] and sizes.pairs[1] and not sizes.rest and not sizes.final
-    traced = small_meta_model("STDiT3", config, 1, torch.float32, lora)
+    traced = small_meta_model("STDiT3", config, 1, torch.bfloat16, lora)
+    assert {p.dtype for p in traced.parameters() if p.requires_grad} == {torch.bfloat16}
     assert [name.partition(".")[0] for name in lora_layers(traced)] == ["temporal_blocks"] * 7
 
     zero = Zero(world=2, stage=2, element_size=2)
