@@ -128,9 +128,9 @@ def preflight(
     if settings.allow_pickle:
         cfg = cfg.model_copy(update={"allow_pickle": True})
     check_launch(cfg, _world_size())
-    ckpt, lora = _weights_and_adapters(settings, cfg)
-    weights = find_weights(ckpt, ema=settings.use_ema)
-    opened_adapters(cfg, lora, ema=settings.use_ema)
+    source = _sources(settings, cfg)
+    weights = find_weights(source.weights, ema=source.ema)
+    opened_adapters(cfg, source.lora, ema=settings.use_ema)
     if saved_config(weights) is not None:
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
@@ -144,21 +144,30 @@ def preflight(
     return cfg, weights, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
 
 
-def _weights_and_adapters(settings: Settings, cfg: TrainConfig) -> tuple[str, tuple[str, ...]]:
-    """The weights to evaluate, and what is merged into them.
+@dataclass(frozen=True)
+class Sources:
+    """The weights to evaluate, whether those are the EMA weights of a run, and what is merged."""
+
+    weights: str
+    ema: bool
+    lora: tuple[str, ...]
+
+
+def _sources(settings: Settings, cfg: TrainConfig) -> Sources:
+    """Those of the settings; of a run that trained adapters, the weights that it has loaded.
 
     Raises:
         ValueError: for adapters without the weights that they are for.
     """
     if find_adapters(settings.ckpt, ema=settings.use_ema) is None:
-        return settings.ckpt, settings.lora
+        return Sources(settings.ckpt, settings.use_ema, settings.lora)
     if cfg.load is None:
         raise ValueError(
             f"got checkpoint {settings.ckpt!r}, which holds LoRA adapters, and a config without "
             "load; expected the weights that they are for; pass --cfg-options load=PATH, or these "
             f"weights as CKPT and --lora {settings.ckpt}"
         )
-    return cfg.load, (settings.ckpt, *settings.lora)
+    return Sources(cfg.load, False, (settings.ckpt, *settings.lora))
 
 
 def compared_settings(settings: Settings, cfg: TrainConfig, weights: Path) -> dict[str, Any]:
@@ -298,8 +307,8 @@ def _evaluate(
 ) -> Evaluation:
     assert isinstance(cfg.sp_size, int)
     mesh, encoders = SequenceMesh(cfg.sp_size), make_encoders(cfg, device)
-    _, lora = _weights_and_adapters(settings, cfg)
-    adapters = opened_adapters(cfg, lora, ema=settings.use_ema)
+    source = _sources(settings, cfg)
+    adapters = opened_adapters(cfg, source.lora, ema=settings.use_ema)
     with on_rank_0("checking the checkpoint") as is_rank_0:
         if is_rank_0:
             verify_parts(weights, adapters)
@@ -310,7 +319,7 @@ def _evaluate(
         device,
         encoders.vae,
         encoders.text_encoder,
-        ema=settings.use_ema,
+        ema=source.ema,
         adapters=adapters,
     )
     # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.
