@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .config import TrainConfig
 from .encoders import planned_latent_size
+from .models.lora import add_lora, targets_of_any_block
 from .parallel import (
     Options,
     SequenceMesh,
@@ -115,7 +116,8 @@ def config_options(cfg: TrainConfig) -> Options:
 def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
     """The config's model with fewer blocks, in float64.
 
-    No parameter is left zero, which would hide differences.
+    No parameter is left zero, which would hide differences. With ``lora``, adapters alone have
+    gradients.
     """
     spec = cfg.model_spec
     smaller = spec.with_options(depth=min(depth, spec.config.depth))
@@ -125,6 +127,11 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
     torch.manual_seed(cfg.seed)
     model = smaller.build().double()
     fill_zero_parameters(model, std=0.02)
+    if cfg.lora is not None:
+        with torch.device("meta"):
+            targets = targets_of_any_block(spec.build(), cfg.lora.targets)
+        add_lora(model, rank=cfg.lora.rank, alpha=cfg.lora.alpha, targets=targets)
+        fill_zero_parameters(model, std=0.02)
     # "auto" may recompute as much.
     model.set_grad_checkpoint(True if cfg.grad_checkpoint == "auto" else cfg.grad_checkpoint)
     return model

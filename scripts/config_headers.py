@@ -3,17 +3,19 @@
     python scripts/config_headers.py          # rewrite the configs
     python scripts/config_headers.py --check  # fail if one is out of date
 
-They are for 8 GPUs of each kind in ``opensora_sp.parallel.cost_model``. A config with buckets has
-none: ``opensora-sp plan`` prints a line for each bucket.
+They are for 8 GPUs of each kind in ``opensora_sp.parallel.cost_model``, and those of LoRA for one
+GPU with the memory in the config's name. A config with buckets has none: ``opensora-sp plan``
+prints a line for each bucket.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
-from opensora_sp.config import load_train_config
+from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.parallel.cost_model import GPUS
 from opensora_sp.planner import plan
 
@@ -57,6 +59,8 @@ def predictions(path: Path) -> list[str]:
     cfg = load_train_config(path)
     if cfg.bucket_config is not None:
         return []
+    if cfg.lora is not None:
+        return [one_gpu(cfg, path.stem)]
 
     lines = []
     for name in GPUS:
@@ -67,6 +71,23 @@ def predictions(path: Path) -> list[str]:
             f"{bucket.time.seconds:.2f} s a step, MFU {bucket.time.mfu:.0%}"
         )
     return lines
+
+
+def one_gpu(cfg: TrainConfig, name: str) -> str:
+    """The line of a config ``..._<GB>gb``, with the step time of a GPU that has as much."""
+    found = re.search(r"_(\d+)gb$", name)
+    if found is None:
+        raise ValueError(
+            f"got the LoRA config {name!r}; expected the memory of its GPU at the end of the name; "
+            "rename it, for example to lora_24gb.py"
+        )
+    memory = int(found[1])
+    known = next((name for name, one in GPUS.items() if one.memory // 1e9 == memory), None)
+    (bucket,) = plan(cfg, 1, gpu=known, memory_gb=memory).buckets
+    line = f"1 GPU of {memory} GB: {bucket.memory.configured.total / 1e9:.1f} GB"
+    if bucket.time is None:
+        return line
+    return f"{line}, {bucket.time.seconds:.1f} s a step on {known}, MFU {bucket.time.mfu:.0%}"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from .writer import Part, SaveJob, Saver, on_rank_0
 from .zero_shards import NamedShards, load_model
 
 if TYPE_CHECKING:
+    from .adapters import Adapters, check_adapters, merged, open_adapters
     from .model_config import (
         check_encoders,
         check_model_config,
@@ -45,6 +46,7 @@ Disk = FileSystem
 
 __all__ = [
     "CONVERSIONS",
+    "Adapters",
     "CheckpointFolder",
     "DamagedCheckpointError",
     "Disk",
@@ -58,6 +60,7 @@ __all__ = [
     "Stored",
     "TensorFile",
     "Weights",
+    "check_adapters",
     "check_conversions",
     "check_encoders",
     "check_model_config",
@@ -73,10 +76,12 @@ __all__ = [
     "flush",
     "from_pretrained",
     "load_model",
+    "merged",
     "model_config_json",
     "new_folder",
     "newest_checkpoint",
     "on_rank_0",
+    "open_adapters",
     "open_weights",
     "save_pretrained",
     "saved_config",
@@ -91,6 +96,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    from . import model_config, pretrained
+    from . import adapters, model_config, pretrained
 
-    return getattr(pretrained, name, None) or getattr(model_config, name)
+    for module in (pretrained, model_config):
+        if hasattr(module, name):
+            return getattr(module, name)
+    return getattr(adapters, name)

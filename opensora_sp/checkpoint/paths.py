@@ -37,6 +37,8 @@ _WEIGHTS = (
     "*.pth",
     "*.bin",
 )
+# Beside LoRA adapters, as peft names it.
+ADAPTER_CONFIG = "adapter_config.json"
 _EMA_WEIGHTS = ("ema.safetensors", "ema", "ema.pt")
 
 
@@ -135,7 +137,9 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
 
     checkpoint = newest_checkpoint(path)
     if checkpoint is not None:
-        return checkpoint / ("ema" if ema else "model")
+        part = checkpoint / ("ema" if ema else "model")
+        _refuse_adapters(part, name)
+        return part
 
     # A folder step_... without COMMIT is an interrupted save of ours, not one of Open-Sora 1.x.
     if (path / "model").exists() and checkpoint_step(path) is None:
@@ -155,11 +159,16 @@ def _check_folder(path: Path, name: str) -> None:
             f"got checkpoint {name!r}, which is not on disk; expected a file or a folder; {hint}"
         )
 
-    if (path / "adapter_config.json").is_file():
+    _refuse_adapters(path, name)
+
+
+def _refuse_adapters(folder: Path, name: str) -> None:
+    """Raise ValueError if a folder holds LoRA adapters, which need the weights of a model."""
+    if (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"got checkpoint {name!r}, which holds LoRA adapters; expected the weights of a whole "
-            "model; merge the adapters into it (peft: merge_and_unload) and save that with "
-            "save_pretrained"
+            f"model; pass the model that they are for, and beside it --lora {name}, or merge them: "
+            f"opensora-sp convert MODEL OUT --merge-lora {name}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -15,6 +15,7 @@ import torch
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import CLASSES
 
+from .adapters import check_adapters, merged, open_adapters, warn_of_other_base
 from .filesystem import FileSystem
 from .model_config import choose_config, write_model_config
 from .reader import Weights, open_weights
@@ -29,6 +30,7 @@ def from_pretrained(
     strict: bool = True,
     ema: bool = False,
     convert: Collection[str] = (),
+    lora: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     **config: Any,
 ) -> ConditionedModel:
@@ -44,6 +46,8 @@ def from_pretrained(
             a warning, and the model keeps its random ones.
         ema: load the EMA weights where there are both.
         convert: conversions to apply, some of ``CONVERSIONS``.
+        lora: LoRA adapters to merge into the weights, each ``PATH`` or ``PATH:SCALE``; see
+            ``opensora_sp.checkpoint.adapters``.
         dtype: of the result, by default as stored. Rotary frequencies are not rounded.
         config: settings that replace those of ``config.json`` or of the preset.
 
@@ -51,7 +55,7 @@ def from_pretrained(
         The model on the CPU, with memory of its own.
 
     Raises:
-        ValueError: if the weights cannot be read, are those of another model, with all
+        ValueError: if weights or adapters cannot be read, are those of another model, with all
             differences, or are too large for ``dtype``.
     """
     if "pred_sigma" in check_conversions(convert):
@@ -66,6 +70,7 @@ def from_pretrained(
     with torch.device("meta"):
         built = CLASSES[name](settings)
     weights = fitted(weights, built, convert=convert, strict=strict)
+    weights = _with_adapters(weights, built, lora, ema=ema, allow_pickle=allow_pickle)
 
     if len(weights.tensors) < len(built.state_dict()):
         # The weights lack some: draw these at random.
@@ -75,6 +80,17 @@ def from_pretrained(
     if dtype is not None:
         _check_range(built, dtype)
     return built.to(dtype=dtype)
+
+
+def _with_adapters(
+    weights: Weights, model: ConditionedModel, lora: Sequence[str], **options: bool
+) -> Weights:
+    """The weights with adapters merged into them; ``options`` are those of ``open_adapters``."""
+    adapters = [open_adapters(source, **options) for source in lora]
+    for one in adapters:
+        check_adapters(one, model)
+    warn_of_other_base(weights, adapters)
+    return merged(weights, adapters)
 
 
 def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,10 @@ class Weights:
         """Those of these names."""
         kept = {name: stored for name, stored in self.tensors.items() if name in names}
         return replace(self, tensors=kept)
+
+    def renamed(self, names: Mapping[str, str]) -> Weights:
+        """With other names, by the name that each has."""
+        return replace(self, tensors={names[name]: one for name, one in self.tensors.items()})
 
     def log(self) -> None:
         """Log what is read, and how."""

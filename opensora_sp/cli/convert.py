@@ -15,7 +15,16 @@ from opensora_sp.console import add_allow_pickle, log_to_terminal
 
 HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
 # Options that change weights or need to know the model.
-OF_MODELS = ("model", "options", "ema", "dtype", "input_size", "text_length", "drop_sigma")
+OF_MODELS = (
+    "model",
+    "options",
+    "ema",
+    "dtype",
+    "merge_lora",
+    "input_size",
+    "text_length",
+    "drop_sigma",
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +85,14 @@ def _add_conversions(conversions: argparse._ArgumentGroup) -> None:
     )
 
     conversions.add_argument(
+        "--merge-lora",
+        action="append",
+        default=[],
+        metavar="PATH[:SCALE]",
+        help="add LoRA adapters of a run, a checkpoint or peft's folder; repeatable",
+    )
+
+    conversions.add_argument(
         "--drop-sigma", action="store_true", help="remove the channels of the variance"
     )
 
@@ -127,6 +144,7 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
         allow_pickle=args.allow_pickle,
         ema=args.ema,
         convert=convert,
+        lora=args.merge_lora,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         **options,
     )

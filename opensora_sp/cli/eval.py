@@ -26,6 +26,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="CONFIG",
         help="training config with encoders, sizes and scheduler (default: the checkpoint's)",
     )
+    add(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="PATH[:SCALE]",
+        help="LoRA adapters to merge into the weights; those of a run CKPT are merged without it",
+    )
     add("--bins", type=int, default=10, metavar="K", help="bins of timesteps (default: 10)")
     add(
         "--seeds",
@@ -80,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
             sp_size=args.sp_size,
             use_ema=not args.no_ema,
             allow_pickle=args.allow_pickle,
+            lora=tuple(args.lora),
         )
     )
 

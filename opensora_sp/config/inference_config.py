@@ -43,6 +43,11 @@ class InferenceConfig(Common):
     ckpt: str | None = None
     """Weights: a run, a checkpoint, a Hugging Face folder or a file."""
 
+    lora: tuple[str, ...] = ()
+    """LoRA adapters to merge into the weights, each `PATH` or `PATH:SCALE`: runs, checkpoints, or
+    peft's folders; see docs/lora.md.
+    """
+
     use_ema: bool = True
     """Load the EMA weights of a checkpoint."""
 

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from opensora_sp.models.lora import DEFAULT_TARGETS
 from opensora_sp.parallel import Options
 from opensora_sp.resolutions import named_frames, named_size
 
@@ -111,6 +112,21 @@ class SequenceParallel(_OptionFields):
     if TYPE_CHECKING:
         # mypy does not see fields that are made at run time.
         def __getattr__(self, name: str) -> Any: ...
+
+
+class Lora(Strict):
+    """Low-rank adapters (LoRA), which are trained instead of the weights of ``load``."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of an adapter's two matrices."""
+
+    alpha: float = Field(16.0, gt=0)
+    """Scale of the adapters, times `rank`: they are multiplied by alpha / rank."""
+
+    targets: tuple[str, ...] = Field(DEFAULT_TARGETS, min_length=1)
+    """Names of linear layers, or patterns of them such as `*.attn.qkv`; the last that matches
+    decides, `!pattern` makes exceptions. By default all layers of all blocks.
+    """
 
 
 class PromptOptions(Strict):

@@ -19,6 +19,7 @@ from .geometry import check_input_size
 from .optimizer import Optimizer
 from .sections import (
     Dataset,
+    Lora,
     Precision,
     Validation,
 )
@@ -106,6 +107,11 @@ class TrainConfig(Common):
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that are not trained, such as `y_embedder.*`; `!pattern` makes
     exceptions.
+    """
+
+    lora: Lora | None = None
+    """Train low-rank adapters of the weights of `load`, and save these alone; see docs/lora.md.
+    None trains the weights themselves.
     """
 
     grad_clip: float = Field(0.0, ge=0)
@@ -235,11 +241,26 @@ class TrainConfig(Common):
         yield self._degrees_fit
         yield self._training_precision
         yield self._blocks_to_recompute
+        yield self._lora_has_a_base
         yield self._condition_fits
 
     def _blocks_to_recompute(self) -> None:
         if self.grad_checkpoint != "auto":
             levels_of(self.grad_checkpoint, self.model_spec.config.num_blocks)
+
+    def _lora_has_a_base(self) -> None:
+        if self.lora is None:
+            return
+        if self.load is None:
+            raise ValueError(
+                "got lora without load; expected the weights that the adapters are for: "
+                "checkpoints hold adapters alone; set load='PATH', or remove lora"
+            )
+        if self.freeze:
+            raise ValueError(
+                f"got freeze {self.freeze} with lora, which freezes all weights; expected one of "
+                "them; remove freeze, and choose layers by lora.targets"
+            )
 
     def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:

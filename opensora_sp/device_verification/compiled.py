@@ -13,6 +13,7 @@ from opensora_sp.models import compile_blocks
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import num_graphs
 from opensora_sp.models.kernels import current_kernels, selection, using_kernels
+from opensora_sp.models.lora import add_same_lora, lora_layers
 from opensora_sp.runtime.doctor.device.findings import largest_of
 from opensora_sp.runtime.doctor.device.models import copy_to, step, step_errors
 from opensora_sp.runtime.versions import installed, source_digest
@@ -62,6 +63,7 @@ def choose_compiled(
         "config": repr(model.config),
         "backend": str(model.compile_backend),
         "trained": trained,
+        "adapted layers": sorted(lora_layers(model)),
         # What the graphs contain.
         "kernels": _kernels_in_use(dtype),
         "cuDNN": torch.backends.cudnn.version(),
@@ -148,6 +150,8 @@ def _small(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         small = type(model)(config).double()
+        fill_zero_parameters(small, std=0.1)
+        add_same_lora(small, model)
         fill_zero_parameters(small, std=0.1)
     return small, small_batch(small, (SAMPLES, *latents))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import (
+    Adapters,
     check_model_config,
     find_weights,
     on_rank_0,
     saved_config,
-    verify,
 )
+from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.paths import newest_checkpoint
 from opensora_sp.config import (
     TrainConfig,
@@ -35,7 +36,12 @@ from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.sampling.run import join_processes, load_model
+from opensora_sp.sampling.run import (
+    join_processes,
+    load_model,
+    opened_adapters,
+    verify_parts,
+)
 
 from .heldout import HeldoutLoss, none_readable
 from .report import BucketLoss, Evaluation
@@ -49,7 +55,8 @@ class Settings:
     """What to evaluate.
 
     Attributes:
-        ckpt: weights: a run's folder, a checkpoint, or with ``config`` any file or folder.
+        ckpt: weights: a run's folder, a checkpoint, or with ``config`` any file or folder. Of a run
+            that trained LoRA adapters, these are merged into the weights of its ``load``.
         manifest: of the held-out clips.
         config: a training config with encoders, sizes and scheduler; None takes the checkpoint's.
         overrides: ``key=value`` texts that override the config.
@@ -58,6 +65,7 @@ class Settings:
         sp_size: ranks that share a batch; None is that of the config where it is a number that
             divides the number of processes, else 1.
         use_ema: evaluate the EMA weights of a checkpoint.
+        lora: further adapters to merge, each ``PATH`` or ``PATH:SCALE``.
     """
 
     ckpt: str
@@ -69,6 +77,7 @@ class Settings:
     sp_size: int | None = None
     use_ema: bool = True
     allow_pickle: bool = False
+    lora: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,11 +122,15 @@ def preflight(
         ValueError: for what does not fit.
     """
     _check_numbers(settings)
-    weights = find_weights(settings.ckpt, ema=settings.use_ema)
+    if find_adapters(settings.ckpt, ema=settings.use_ema) is None:
+        find_weights(settings.ckpt, ema=settings.use_ema)
     cfg = _with_sp_size(_config(settings), settings.sp_size)
     if settings.allow_pickle:
         cfg = cfg.model_copy(update={"allow_pickle": True})
     check_launch(cfg, _world_size())
+    source = _sources(settings, cfg)
+    weights = find_weights(source.weights, ema=source.ema)
+    opened_adapters(cfg, source.lora, ema=settings.use_ema)
     if saved_config(weights) is not None:
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
@@ -131,12 +144,39 @@ def preflight(
     return cfg, weights, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
 
 
+@dataclass(frozen=True)
+class Sources:
+    """The weights to evaluate, whether those are the EMA weights of a run, and what is merged."""
+
+    weights: str
+    ema: bool
+    lora: tuple[str, ...]
+
+
+def _sources(settings: Settings, cfg: TrainConfig) -> Sources:
+    """Those of the settings; of a run that trained adapters, the weights that it has loaded.
+
+    Raises:
+        ValueError: for adapters without the weights that they are for.
+    """
+    if find_adapters(settings.ckpt, ema=settings.use_ema) is None:
+        return Sources(settings.ckpt, settings.use_ema, settings.lora)
+    if cfg.load is None:
+        raise ValueError(
+            f"got checkpoint {settings.ckpt!r}, which holds LoRA adapters, and a config without "
+            "load; expected the weights that they are for; pass --cfg-options load=PATH, or these "
+            f"weights as CKPT and --lora {settings.ckpt}"
+        )
+    return Sources(cfg.load, False, (settings.ckpt, *settings.lora))
+
+
 def compared_settings(settings: Settings, cfg: TrainConfig, weights: Path) -> dict[str, Any]:
     """What must be equal on all ranks beside the clips, by its name."""
     options = {
         "--bins": settings.bins,
         "--seeds": settings.seeds,
         "--no-ema": not settings.use_ema,
+        "--lora": len(settings.lora),
         # Hosts may have the run in different places.
         "weights": "/".join(weights.parts[-2:]),
     }
@@ -265,14 +305,22 @@ def _evaluate(
     buckets: list[Bucket],
     device: torch.device,
 ) -> Evaluation:
-    with on_rank_0("checking the checkpoint") as is_rank_0:
-        if is_rank_0 and (weights.parent / "COMMIT").is_file():
-            verify(weights.parent, part=weights.name)
-
     assert isinstance(cfg.sp_size, int)
     mesh, encoders = SequenceMesh(cfg.sp_size), make_encoders(cfg, device)
+    source = _sources(settings, cfg)
+    adapters = opened_adapters(cfg, source.lora, ema=settings.use_ema)
+    with on_rank_0("checking the checkpoint") as is_rank_0:
+        if is_rank_0:
+            verify_parts(weights, adapters)
     module = load_model(
-        cfg, weights, mesh, device, encoders.vae, encoders.text_encoder, ema=settings.use_ema
+        cfg,
+        weights,
+        mesh,
+        device,
+        encoders.vae,
+        encoders.text_encoder,
+        ema=source.ema,
+        adapters=adapters,
     )
     # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.
     loss = HeldoutLoss(
@@ -298,7 +346,12 @@ def _evaluate(
     if not measured:
         shapes = [bucket.name for bucket in buckets if bucket.clips]
         raise none_readable("--manifest", dataset, ", ".join(shapes), loss.corrupt.last)
-    return Evaluation(str(weights), settings.manifest, seeds, measured, empty)
+    return Evaluation(_described(weights, adapters), settings.manifest, seeds, measured, empty)
+
+
+def _described(weights: Path, adapters: Sequence[Adapters]) -> str:
+    """What is evaluated: weights, and adapters with their scales."""
+    return " + ".join([str(weights), *(f"{one.path}:{one.scale:g}" for one in adapters)])
 
 
 def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> BucketLoss | None:

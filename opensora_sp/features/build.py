@@ -206,7 +206,7 @@ class Work:
 
     @cached_property
     def _costs(self) -> ModelCosts:
-        return ModelCosts.of(self.cfg.model_spec.name, self.model)
+        return ModelCosts.of(self.cfg.model_spec.name, self.model, self.cfg.lora)
 
     @cached_property
     def _recomputed(self) -> float:

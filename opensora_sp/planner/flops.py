@@ -23,34 +23,44 @@ from .sharing import attention_work
 TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_layer")
 TEXT_ONLY = "kv_linear"
 STEP = 3  # forward, and twice as much backward: gradients of inputs and of weights
+FROZEN_STEP = 2  # without those of weights
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a forward pass for each token, each text token, and each pair of the two."""
+    """FLOPs of a forward pass for each token, each text token, and each pair of the two.
+
+    ``frozen_per_token`` and ``frozen_per_text_token`` are those of layers that are not trained.
+    """
 
     config: SharedConfig
     per_token: float
     per_text_token: float
     per_pair: float
+    frozen_per_token: float = 0.0
+    frozen_per_text_token: float = 0.0
 
     @classmethod
     def of(cls, model: ConditionedModel) -> ModelFlops:
         """Read a model's layers; on any device, "meta" included."""
-        tokens = text = pairs = 0.0
+        # Of trained and of frozen layers.
+        tokens, text, pairs = [0.0, 0.0], [0.0, 0.0], 0.0
         for name, module in model.named_modules():
             part = name.partition(".")[0]
             if isinstance(module, PatchEmbed3D) and part in TOKENS:
-                tokens += 2.0 * math.prod(module.proj.weight.shape)
+                weight = module.proj.weight
+                tokens[not weight.requires_grad] += 2.0 * math.prod(weight.shape)
             elif isinstance(module, CrossAttention):
                 pairs += 4.0 * module.q_linear.out_features
             elif isinstance(module, nn.Linear):
+                is_frozen = not module.weight.requires_grad
                 products = 2.0 * module.in_features * module.out_features
-                if part == "y_embedder" or name.endswith(TEXT_ONLY):
-                    text += products
+                # An adapted layer has its own and its adapter's below it.
+                if part == "y_embedder" or TEXT_ONLY in name.split("."):
+                    text[is_frozen] += products
                 elif part in TOKENS:
-                    tokens += products
-        return cls(model.config, tokens, text, pairs)
+                    tokens[is_frozen] += products
+        return cls(model.config, sum(tokens), sum(text), pairs, tokens[1], text[1])
 
     def forward(self, latents: tuple[int, ...], text_tokens: float) -> float:
         """FLOPs of a forward pass.
@@ -67,4 +77,7 @@ class ModelFlops:
 
     def step(self, latents: tuple[int, ...], text_tokens: float) -> float:
         """FLOPs of forward and backward, without recomputation."""
-        return STEP * self.forward(latents, text_tokens)
+        num_samples, _, frames, height, width = latents
+        shape = BatchShape.of(self.config, num_samples, (frames, height, width))
+        frozen = self.frozen_per_token * shape.tokens + self.frozen_per_text_token * text_tokens
+        return STEP * self.forward(latents, text_tokens) - (STEP - FROZEN_STEP) * frozen

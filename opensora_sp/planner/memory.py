@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opensora_sp.models.registry import model_class
+from opensora_sp.config.sections import Lora
 
-from .trace import Activations
+from .trace import Activations, meta_model
 
 BUCKET = 12 * 1024**2  # elements in ColossalAI's buckets, the default of LowLevelZeroPlugin
 GATHERED = 8 * BUCKET  # elements of weights that are gathered at a time, or more; see _gathered
@@ -58,10 +58,9 @@ class ModelSizes:
     frozen: int
 
     @classmethod
-    def of(cls, name: str, config: Any) -> ModelSizes:
-        with torch.device("meta"):
-            model: nn.Module = model_class(name)(config)
-
+    def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelSizes:
+        """Of a model, or of one of which adapters are trained alone."""
+        model: nn.Module = meta_model(name, config, torch.float32, lora)
         pairs: list[list[int]] = [[] for _ in range(config.depth)]
         final: list[int] = []
         rest: list[int] = []
@@ -99,11 +98,20 @@ class Persistent:
 
     @classmethod
     def training(
-        cls, sizes: ModelSizes, zero: Zero, *, moments: int = 2, scalars: int = 1
+        cls,
+        sizes: ModelSizes,
+        zero: Zero,
+        *,
+        moments: int = 2,
+        scalars: int = 1,
+        saves_frozen: bool = True,
     ) -> Persistent:
-        """Of a training run, whose optimizer keeps so many moments and scalars of a parameter."""
+        """Of a training run, whose optimizer keeps so many moments and scalars of a parameter.
+
+        ``saves_frozen``: it has fp32 copies of frozen weights for its checkpoints.
+        """
         parts = sum(zero.part(n) for n in sizes.trainable)
-        frozen = sizes.frozen * (zero.element_size + FP32)
+        frozen = sizes.frozen * (zero.element_size + FP32 * saves_frozen)
         return cls(
             weights=parts * zero.world * zero.element_size + frozen,
             master_weights=FP32 * parts,
@@ -174,6 +182,9 @@ def training_peak(
             peaks.append(at("backward", bucket.take_peak(), round(live)))
             remaining -= numel
 
+    if not any(sizes.pairs):  # adapters of other layers
+        live = activations.at(len(sizes.pairs))
+        peaks.append(at("backward", bucket.take_peak(), round(live)))
     for numel in reversed(sizes.rest):
         bucket.add(numel)
     bucket.reduce()

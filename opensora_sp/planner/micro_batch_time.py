@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from opensora_sp.config.sections import Lora
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
@@ -62,11 +63,11 @@ class ModelCosts:
     backward: PassCounts
 
     @classmethod
-    def of(cls, name: str, config: Any) -> ModelCosts:
-        """Of a model's registered name and its whole configuration; one without counts of its own
-        has those of STDiT3.
+    def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelCosts:
+        """Of a model's registered name and its whole configuration, with the adapters that are
+        trained; one without counts of its own has those of STDiT3.
         """
-        flops = ModelFlops.of(meta_model(name, config, torch.bfloat16))
+        flops = ModelFlops.of(meta_model(name, config, torch.bfloat16, lora))
         return cls(flops, config.model_max_length, *PASSES.get(name, PASSES["STDiT3"]))
 
 
@@ -133,8 +134,7 @@ class _Pass:
 
     def compute(self, counts: PassCounts, *, backward: bool = False) -> float:
         """Seconds of the operators of a forward pass, or of a backward pass."""
-        passes = 2 if backward else 1  # gradients of inputs and of weights
-        seconds = passes * self._products() / self.rates.flops
+        seconds = self._products(backward) / self.rates.flops
 
         shape, share = self.shape, OF_IMAGES if self.are_images else 1.0
         activations = share * shape.depth * counts.activations * self.tokens
@@ -162,16 +162,20 @@ class _Pass:
         operators = EXCHANGE_OPERATORS * calls
         return self.link.seconds(sent, calls) + self.rates.with_launches(packed, operators)
 
-    def _products(self) -> float:
-        """FLOPs of a forward pass outside of attention."""
-        per_token = self.model.flops.per_token
+    def _products(self, backward: bool) -> float:
+        """FLOPs of a forward pass outside of attention; of a backward pass those of gradients of
+        inputs and, in layers that are trained, of weights.
+        """
+        flops, passes = self.model.flops, 2 if backward else 1
+        per_token = passes * flops.per_token - backward * flops.frozen_per_token
+        per_text_token = passes * flops.per_text_token - backward * flops.frozen_per_text_token
         if self.are_images:
-            per_token -= 4.0 * self.shape.width**2 * self.shape.depth
+            per_token -= passes * 4.0 * self.shape.width**2 * self.shape.depth
 
         # A rank projects the text of the samples of which it holds tokens.
         samples = -(-self.shape.num_samples // self.ranks)
         text = samples * self.model.text_length
-        return per_token * self.tokens + self.model.flops.per_text_token * text
+        return per_token * self.tokens + per_text_token * text
 
     def _self_attention(self, backward: bool) -> float:
         """Seconds of a spatial and a temporal attention."""

@@ -107,6 +107,8 @@ class RunEstimator:
         self.dtype = DTYPES[cfg.precision]
 
         self.training = isinstance(cfg, TrainConfig)
+        # In sampling, adapters are merged into the weights.
+        self.lora = cfg.lora if isinstance(cfg, TrainConfig) else None
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
         self.micro_batches, self.predictions = 1, 1
         # A plan is that of a machine where Triton is, whatever this one has.
@@ -122,7 +124,7 @@ class RunEstimator:
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self.name, self.config)
+        return ModelSizes.of(self.name, self.config, self.lora)
 
     @cached_property
     def platform(self) -> Platform | None:
@@ -211,6 +213,7 @@ class RunEstimator:
             self.zero,
             moments=len(optimizer.moments),
             scalars=len(optimizer.scalars),
+            saves_frozen=self.lora is None,
         )
 
     def peak(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> MemoryPeak:
@@ -292,7 +295,7 @@ class RunEstimator:
 
     @cached_property
     def costs(self) -> ModelCosts:
-        return ModelCosts.of(self.name, self.config)
+        return ModelCosts.of(self.name, self.config, self.lora)
 
     def time(self, latents: tuple[int, ...], levels: Sequence[int], ranks: int) -> StepTime | None:
         """Predicted for a training step in 16 bits, if a GPU was named."""
@@ -311,6 +314,7 @@ class RunEstimator:
             levels=levels,
             micro_batches=self.micro_batches,
             accumulates_locally=self.zero.accumulates_locally,
+            lora=self.lora,
         )
 
     def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
@@ -333,4 +337,5 @@ class RunEstimator:
             device=self.device,
             # Under "auto" as in eager mode, which takes more and is traced in less time.
             compiled=self.compiles and self.cfg.compile == "blocks" and self.device == "cuda",
+            lora=self.lora,
         )

@@ -58,6 +58,7 @@ class BatchOnRanks(NamedTuple):
 class Plan:
     """The plan of a run.
 
+    ``adapters`` are the parameters of LoRA adapters, which are then trained alone.
     ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
     ``versions`` are those that the kernels on ``gpu`` depend on, as installed here. ``schedule``
     describes optimizer, learning rate and EMA weights; empty for sampling.
@@ -66,6 +67,7 @@ class Plan:
     purpose: str
     model: str
     parameters: int
+    adapters: int | None
     num_gpus: int
     sp_size: int
     dp_size: int
@@ -143,6 +145,7 @@ def plan(
         purpose="training" if run.training else "sampling",
         model=run.name,
         parameters=run.sizes.total,
+        adapters=None if run.lora is None else sum(run.sizes.trainable),
         num_gpus=num_gpus,
         sp_size=run.ranks,
         dp_size=num_gpus // run.ranks,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from opensora_sp.config.sections import Lora
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -24,7 +25,7 @@ from opensora_sp.parallel.strategies import strategy_for
 from .checkpointing import offloaded_bytes
 from .flops import ModelFlops
 from .operators import OperatorCounter, Work
-from .trace import meta_device_module, meta_model, run_step
+from .trace import meta_device_module, meta_model, run_step, small_meta_model
 from .traffic import traffic
 
 EXCHANGES, OPTIMIZER, ZERO = "all-to-all", "optimizer step", "ZeRO's collectives"
@@ -73,6 +74,7 @@ def predict_step(
     levels: Sequence[int] = (EVERYTHING,),
     micro_batches: int = 1,
     accumulates_locally: bool = False,
+    lora: Lora | None = None,
 ) -> StepTime:
     """Predict an optimizer step of the busiest rank, in eager mode.
 
@@ -84,6 +86,7 @@ def predict_step(
         world_spans_nodes: whether they lie on several nodes.
         levels: what the blocks keep under gradient checkpointing; one for all, or each block's.
         accumulates_locally: gradients are reduced once, in fp32, not in each micro-batch.
+        lora: adapters that are trained alone.
 
     Raises:
         ValueError: if ``dtype`` is not of 16 bits, for which the rates of GPUs are.
@@ -97,14 +100,14 @@ def predict_step(
     shape = BatchShape.of(config, latents[0], latents[2:])  # type: ignore[arg-type]
     passes: dict[str, Work] = {}
     for level, count in Counter(levels).items():
-        alike = _passes(name, config, latents, gpu, options, ranks, dtype, level)
+        alike = _passes(name, config, latents, gpu, options, ranks, dtype, level, lora)
         for kind, one in alike.items():
             passes[kind] = passes.get(kind, Work()).plus(one, count / len(levels))
     recomputes = min(levels) < EVERYTHING
     passes[EXCHANGES] = _exchanges(shape, options, gpu, ranks, dtype, recomputes)
     work = {kind: Work().plus(one, micro_batches) for kind, one in passes.items()}
 
-    model = meta_model(name, config, dtype)
+    model = meta_model(name, config, dtype, lora)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     work[OPTIMIZER] = _optimizer(trained / world, gpu)
     weights = trained * dtype.itemsize
@@ -133,13 +136,13 @@ def _passes(
     ranks: int,
     dtype: torch.dtype,
     level: int,
+    lora: Lora | None,
 ) -> dict[str, Work]:
     """Forward and backward of one micro-batch: each further pair adds as much as the second."""
     counted = []
     # The first trace also makes tables that all later ones of this process share.
     for depth in (2, 1, 2):
-        small = dataclasses.replace(config, depth=depth)
-        model = meta_model(name, small, dtype)
+        model = small_meta_model(name, config, depth, dtype, lora)
         model.set_grad_checkpoint([level] * len(model.transformer_blocks))
         mesh = SequenceMesh.imagined(ranks, ranks - 1)
         parallelize(model, mesh, dataclasses.replace(options, verify=False))

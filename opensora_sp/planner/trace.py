@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.config.sections import Lora
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import compile_blocks
+from opensora_sp.models.lora import add_lora, targets_of_any_block
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
@@ -55,6 +57,7 @@ def trace_activations(
     training: bool,
     device: str = "cuda",
     compiled: bool = False,
+    lora: Lora | None = None,
 ) -> Activations:
     """Trace the busiest of ``ranks`` at a small depth.
 
@@ -64,9 +67,9 @@ def trace_activations(
         level: of gradient checkpointing in all blocks (``models/recompute.py``).
         device: "cuda" counts what torch's allocator would allocate, "cpu" the bytes of tensors.
         compiled: the parts between two switches are compiled by inductor.
+        lora: adapters that are trained alone.
     """
-    small = dataclasses.replace(config, depth=DEPTH)
-    model = meta_model(name, small, dtype)
+    model = small_meta_model(name, config, DEPTH, dtype, lora)
     model.set_grad_checkpoint([level] * len(model.transformer_blocks))
     mesh = SequenceMesh.imagined(ranks, ranks - 1)
     parallelize(model, mesh, dataclasses.replace(options, verify=False))
@@ -106,9 +109,26 @@ def _passed(
     return live.peak - before, inputs
 
 
-def meta_model(name: str, config: Any, dtype: torch.dtype) -> Any:
+def meta_model(name: str, config: Any, dtype: torch.dtype, lora: Lora | None = None) -> Any:
+    """A model without data, with the adapters that are trained if there are any."""
     with torch.device("meta"):
-        return model_class(name)(config).to(dtype)
+        model = model_class(name)(config).to(dtype)
+        if lora is not None:
+            add_lora(model, **dict(lora))
+    return model
+
+
+def small_meta_model(
+    name: str, config: Any, depth: int, dtype: torch.dtype, lora: Lora | None = None
+) -> Any:
+    """The same with fewer blocks, which have the adapters of any block."""
+    small = dataclasses.replace(config, depth=depth)
+    if lora is None:
+        return meta_model(name, small, dtype)
+
+    with torch.device("meta"):
+        targets = targets_of_any_block(model_class(name)(config), lora.targets)
+    return meta_model(name, small, dtype, lora.model_copy(update={"targets": targets}))
 
 
 def run_step(

@@ -49,6 +49,8 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
     args = vars(parser().parse_args(argv))
     keys = (*OPTIONS, "format", "skip_existing")
     values = {key: args[key] for key in keys if args[key] is not None}
+    if args["lora"]:
+        values["lora"] = args["lora"]
     if args["allow_pickle"]:
         values["allow_pickle"] = True
 
@@ -89,6 +91,14 @@ def parser() -> argparse.ArgumentParser:
         flag = "--" + key.removeprefix("scheduler.").replace("_", "-")
         parser.add_argument(flag, dest=key, metavar=metavar, help=description)
 
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="PATH[:SCALE]",
+        help="LoRA adapters to merge into the weights: a run, a checkpoint or peft's folder; "
+        "repeatable",
+    )
     parser.add_argument(
         "--gif", dest="format", action="store_const", const="gif", help="write GIF instead of mp4"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +19,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from opensora_sp.checkpoint import weight_files
+from opensora_sp.checkpoint import Adapters, weight_files
 from opensora_sp.checkpoint.filesystem import sha256
 from opensora_sp.config import InferenceConfig
 from opensora_sp.json_reader import read_json
@@ -193,6 +194,8 @@ def facts_of(
     facts |= {key: getattr(cfg, key) for key in names}
     if cfg.cond_type is not None:
         facts["cond_type"] = cfg.cond_type
+    if cfg.lora:
+        facts["lora"] = cfg.lora
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}
@@ -214,23 +217,34 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
     if not isinstance(existing, dict):
         return ["a JSON that cannot be read"]
 
-    # The path of the weights may change; their SHA-256 may not.
-    compared = [key for key in facts if key != "ckpt"]
+    # The paths of weights and adapters may change; their SHA-256 may not.
+    compared = [key for key in facts if key not in ("ckpt", "lora")]
     differing = [key for key in compared if existing.get(key) != facts[key]]
     if not differing and not path.is_file():
         return None
     return [f"{key} {_short(existing.get(key))}, now {_short(facts[key])}" for key in differing]
 
 
-def fingerprint(weights: Path) -> str:
-    """SHA-256 of weights in one or several files; from their checkpoint's manifest if listed."""
+def fingerprint(weights: Path, adapters: Sequence[Adapters] = ()) -> str:
+    """SHA-256 of weights in one or several files; from their checkpoint's manifest if listed.
+
+    With adapters, also of these and their scales.
+    """
+    found = _digests(weights)
+    for one in adapters:
+        found += [*_digests(one.path), repr(one.scale * one.scaling)]
+    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+
+def _digests(weights: Path) -> list[str]:
+    """SHA-256 of each file of weights."""
     files = weight_files(weights)
     listed = _listed(files[0].parent.parent)
     found = []
     for file in files:
         key = (f"{file.parent.name}/{file.name}", file.stat().st_size)
         found.append(listed.get(key) or sha256(file))
-    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
+    return found
 
 
 def _listed(checkpoint: Path) -> dict[tuple[str, int], str]:

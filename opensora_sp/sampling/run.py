@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,21 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import (
+    Adapters,
+    check_adapters,
     check_encoders,
     check_model_config,
     fill,
     find_weights,
     fitted,
+    merged,
     on_rank_0,
+    open_adapters,
     open_weights,
     saved_config,
     verify,
 )
+from opensora_sp.checkpoint.adapters import warn_of_other_base
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
 from opensora_sp.console import LOGGER
 from opensora_sp.data.atomic import check_writable
@@ -85,7 +90,8 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
     """The checked requests and the path of the weights; the same on every rank.
 
     Raises:
-        ValueError: for prompts, references, outputs, checkpoint or processes that do not fit.
+        ValueError: for prompts, references, outputs, checkpoint, adapters or processes that do not
+            fit.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
@@ -105,7 +111,33 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
     if saved_config(weights) is not None:
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
+    opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
     return requests, weights
+
+
+def opened_adapters(
+    cfg: InferenceConfig | TrainConfig, sources: Sequence[str], *, ema: bool
+) -> list[Adapters]:
+    """LoRA adapters ``PATH`` or ``PATH:SCALE``, checked against the config's model.
+
+    Raises:
+        ValueError: if there are none at a path, or they are of another model.
+    """
+    if not sources:
+        return []
+    with torch.device("meta"):
+        model = cfg.model_spec.build()
+    found = [open_adapters(one, ema=ema, allow_pickle=cfg.allow_pickle) for one in sources]
+    for adapters in found:
+        check_adapters(adapters, model)
+    return found
+
+
+def verify_parts(weights: Path, adapters: Sequence[Adapters]) -> None:
+    """Raise ValueError unless weights and adapters are those of their checkpoints' manifests."""
+    for path in (weights, *(one.path for one in adapters)):
+        if (path.parent / "COMMIT").is_file():
+            verify(path.parent, part=path.name)
 
 
 def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
@@ -132,7 +164,10 @@ def build_pipeline(
     """The model with its weights, parallelized over the mesh, and the encoders."""
     vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
-    model = load_model(cfg, weights, mesh, device, vae, text_encoder, ema=cfg.use_ema)
+    adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
+    model = load_model(
+        cfg, weights, mesh, device, vae, text_encoder, ema=cfg.use_ema, adapters=adapters
+    )
     return Pipeline(cfg, model, vae, text_encoder, device)
 
 
@@ -145,19 +180,25 @@ def load_model(
     text_encoder: Any,
     *,
     ema: bool,
+    adapters: Sequence[Adapters] = (),
 ) -> ConditionedModel:
-    """The model with its weights and without gradients, parallelized over the mesh.
+    """The model with its weights and without gradients, parallelized over the mesh. Collective.
 
     Args:
         vae, text_encoder: whose latents and features it must take.
         ema: of a file that holds both, load the EMA weights.
+        adapters: checked ones, which are merged into the weights.
     """
     # Nothing is initialised: the checkpoint has all weights.
     with torch.device("meta"):
         model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
     found = open_weights(weights, ema=ema, allow_pickle=cfg.allow_pickle)
-    fill(model, fitted(found, model, convert=cfg.convert))
+    found = fitted(found, model, convert=cfg.convert)
+    with on_rank_0("comparing the weights with those of the adapters") as is_rank_0:
+        if is_rank_0:
+            warn_of_other_base(found, adapters)
+    fill(model, merged(found, adapters))
 
     dtype = DTYPES[cfg.precision]
     model.requires_grad_(False).eval().to(device, dtype)
@@ -226,9 +267,9 @@ def _remaining_requests(
     result: list[Any] = [None]
     with on_rank_0("checking weights and videos") as is_rank_0:
         if is_rank_0:
-            if (weights.parent / "COMMIT").is_file():
-                verify(weights.parent, part=weights.name)
-            digest, remaining = fingerprint(weights), requests
+            adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
+            verify_parts(weights, adapters)
+            digest, remaining = fingerprint(weights, adapters), requests
 
             if cfg.skip_existing:
                 remaining = [

@@ -9,6 +9,10 @@ A checkpoint is a folder ``step_00001000`` of whole, named tensors and JSON, wit
     manifest.json                                  size and SHA-256 of every file above
     COMMIT                                         written last: without it this is no checkpoint
 
+A run with ``lora`` saves its adapters alone, in peft's layout: ``model`` and ``ema`` have
+``adapter_config.json``, ``adapter_model.safetensors`` and ``base.json`` in place of
+``model.safetensors``.
+
 ``opensora_sp.checkpoint`` writes, verifies and reads such folders; this file decides on their
 content.
 """
@@ -28,18 +32,23 @@ from opensora_sp.checkpoint import (
     Part,
     SaveJob,
     Saver,
+    Weights,
+    check_names,
     checkpoint_name,
     fitted,
     load_model,
     model_config_json,
     on_rank_0,
+    open_adapters,
     open_weights,
 )
+from opensora_sp.checkpoint.adapters import ADAPTER_WEIGHTS, name_on_disk
 from opensora_sp.checkpoint.folder import FORMAT, to_json
 from opensora_sp.json_reader import read_json
 from opensora_sp.models.base import ConditionedModel
 
 from .ema import ShardedEma
+from .lora import LoraRun
 from .resuming import find_good
 
 
@@ -53,24 +62,39 @@ class TrainingState:
             precision.
         shards: trainable weights and optimizer state.
         ema: EMA weights.
+        lora: of a run that trains adapters; then nothing is ``fixed``, since the weights that they
+            are for are not saved.
     """
 
     module: ConditionedModel
     fixed: dict[str, Tensor]
     shards: NamedShards
     ema: ShardedEma
+    lora: LoraRun | None = None
 
     def files(self) -> dict[str, dict[str, Part]]:
         """The tensor files of a checkpoint: for each, this rank's part of each tensor."""
-        fixed = {name: Part.whole(tensor, constant=True) for name, tensor in self.fixed.items()}
+        file = "model.safetensors" if self.lora is None else ADAPTER_WEIGHTS
         return {
-            "model/model.safetensors": {**fixed, **self._parts(self.shards.master_weights)},
-            "ema/model.safetensors": {**fixed, **self._parts(self.ema.shards)},
+            f"model/{file}": self._parts(self.shards.master_weights),
+            f"ema/{file}": self._parts(self.ema.shards),
             "optimizer.safetensors": self.shards.state_parts(),
         }
 
     def _parts(self, shards: dict[str, Tensor]) -> dict[str, Part]:
-        return {name: self.shards.part(name, shard) for name, shard in shards.items()}
+        parts = {name: Part.whole(tensor, constant=True) for name, tensor in self.fixed.items()}
+        for name, shard in shards.items():
+            stored = name if self.lora is None else name_on_disk(name)
+            parts[stored] = self.shards.part(name, shard)
+        return parts
+
+    def json_files(self) -> dict[str, bytes]:
+        """The small files beside the tensors: the model's configuration, and that of adapters."""
+        files = {
+            "config.json": model_config_json(type(self.module).__name__, self.module.config),
+            **({} if self.lora is None else self.lora.files()),
+        }
+        return {f"{part}/{name}": data for part in ("model", "ema") for name, data in files.items()}
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load the tensors of a verified checkpoint, after all names are checked.
@@ -84,8 +108,7 @@ class TrainingState:
         state: dict[str, Any] = read_json(folder / "state.json")
         moments = open_weights(folder / "optimizer.safetensors")
         self.shards.check_state(moments, state["parameter_groups"])
-        weights = fitted(open_weights(folder / "model"), self.module)
-        ema_weights = fitted(open_weights(folder / "ema"), self.module)
+        weights, ema_weights = self._opened(folder / "model"), self._opened(folder / "ema")
 
         load_model(weights, self.module, self.shards, self.fixed)
         for name, shard in self.ema.shards.items():
@@ -93,6 +116,14 @@ class TrainingState:
         # The options of the groups, such as the learning rate, are those of the config.
         self.shards.load_state(moments.tensors, state.get("loss_scale"))
         return state
+
+    def _opened(self, folder: Path) -> Weights:
+        """Saved weights, or adapters, under the names of the model's parameters, checked."""
+        if self.lora is None:
+            return fitted(open_weights(folder), self.module)
+        weights = open_adapters(str(folder)).weights
+        check_names(folder, weights.shapes, self.shards.working)
+        return weights
 
 
 class Checkpoints:
@@ -131,19 +162,14 @@ class Checkpoints:
                 before anything is written if a trained weight, an EMA weight or a moment is not
                 finite.
         """
-        module, shards = tensors.module, tensors.shards
-        config = model_config_json(type(module).__name__, module.config)
+        shards = tensors.shards
         state = {
             "format": FORMAT,
             "parameter_groups": shards.groups(),
             **values,
             "loss_scale": shards.optimizer.loss_scale_state(),
         }
-        files = {
-            "model/config.json": config,
-            "ema/config.json": config,
-            "state.json": to_json(state),
-        }
+        files = {**tensors.json_files(), "state.json": to_json(state)}
 
         final = self.run_dir / checkpoint_name(values["step"])
         folder = CheckpointFolder(final, files, **(self._keep if rotate else {}))

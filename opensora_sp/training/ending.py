@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from opensora_sp.checkpoint import newest_checkpoint
+from opensora_sp.checkpoint import find_weights, newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.sections import Validation
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
@@ -119,7 +119,12 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
 
     write_sampling_config(cfg, run_dir)
     script = ["python", "scripts/inference.py", str(run_dir / SAMPLING)]
-    command = [*script, "--ckpt", str(run_dir), "--prompt", "TEXT"]
+    weights = ["--ckpt", str(run_dir)]
+    if cfg.lora is not None:
+        assert cfg.load is not None
+        # Of a run, training has loaded the trained weights, sampling would load their average.
+        weights = ["--ckpt", str(find_weights(cfg.load)), "--lora", str(run_dir)]
+    command = [*script, *weights, "--prompt", "TEXT"]
     logger.info("sample from it: %s", shlex.join(command))
 
 

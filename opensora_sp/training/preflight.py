@@ -34,7 +34,7 @@ from opensora_sp.json_reader import read_json
 from opensora_sp.runtime import check_shared_memory
 
 from .batch_sizes import provisional, recorded
-from .freeze import check_freeze
+from .freeze import check_trained
 from .optimizer import check_optimizer, check_same_state
 from .profiling import Steps
 from .resuming import find_checkpoint
@@ -69,7 +69,7 @@ def preflight(
         )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(cfg, world_size)
-    check_freeze(cfg)
+    check_trained(cfg)
     check_optimizer(cfg)
     check_run_dir(Path(cfg.outputs))
 
@@ -98,7 +98,7 @@ def preflight(
         check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         spec = cfg.model_spec
         check_model_config(checkpoint / "model", spec.model_class.__name__, spec.config)
-    elif cfg.load is not None:
+    if cfg.load is not None and (checkpoint is None or cfg.lora is not None):
         check_initial_weights(cfg)
     if traced is not None:
         traced.check(state.get("step", 0), cfg.max_steps)
@@ -146,10 +146,22 @@ def check_resume(
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
     _check_same_order(ours, state, checkpoint, dataset, accept_new_data=accept_new_data)
     if "config" in state:
+        _check_same_lora(cfg, state["config"].get("lora"), checkpoint)
         check_same_state(cfg, state["config"]["optimizer"], checkpoint)
 
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
+
+
+def _check_same_lora(cfg: TrainConfig, saved: dict[str, Any] | None, checkpoint: Path) -> None:
+    """Raise ValueError unless the adapters of the config are those of a checkpoint."""
+    ours = None if cfg.lora is None else cfg.lora.model_dump(mode="json")
+    if ours != saved:
+        raise ValueError(
+            f"got lora = {ours} to resume from {checkpoint}, which was written with lora = "
+            f"{saved}; expected the same; change it back, or start a new run with another "
+            "--cfg-options outputs=..."
+        )
 
 
 def _check_same_order(

@@ -20,10 +20,12 @@ from opensora_sp.checkpoint import (
     committed_checkpoints,
     newest_checkpoint,
     on_rank_0,
+    open_adapters,
     open_weights,
     set_aside,
     verify,
 )
+from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.folder import reading
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 from opensora_sp.checkpoint.writer import all_finite
@@ -123,7 +125,10 @@ def check_finite(checkpoint: Path) -> None:
     """
     trained = _trained_names(checkpoint / "state.json")
     for part in ("model", "ema", "optimizer.safetensors"):
-        for name, stored in open_weights(checkpoint / part).tensors.items():
+        path = checkpoint / part
+        is_lora = find_adapters(path) is not None
+        opened = open_adapters(str(path)).weights if is_lora else open_weights(path)
+        for name, stored in opened.tensors.items():
             is_trained = name in trained or part == "optimizer.safetensors"
             if is_trained and not all_finite([stored.read()]):
                 raise ValueError(

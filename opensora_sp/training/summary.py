@@ -37,6 +37,11 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
     logger.info("run folder %s", run_dir)
     logger.info("%s, %s", processes, trainer.device.type)
     logger.info("%s, %.1f M parameters, %s", name, millions, cfg.precision)
+    if trainer.tensors.lora is not None:
+        lora = trainer.tensors.lora
+        trained = sum(p.numel() for p in trainer.tensors.shards.working.values())
+        message = "LoRA of rank %d in %d layers: %.1f M trained parameters, on the weights of %s"
+        logger.info(message, lora.rank, len(lora.layers), trained / 1e6, lora.base.name)
 
     for line in [*describe_schedule(cfg), *describe_exchanges(trainer)]:
         logger.info("%s", line)

@@ -47,7 +47,8 @@ from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
 from .ending import advice_for_long_steps, command_to_resume, conclude
-from .freeze import freeze
+from .freeze import choose_trained
+from .lora import check_base, load_base
 from .meter import Meter
 from .metrics import Reporter, draw_loss
 from .optimizer import learning_rate, make_optimizer
@@ -100,7 +101,8 @@ class Trainer:
             **choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device),
             **choose_compiled(self.module, dtype=dtype, device=device),
         }
-        fixed = fixed_tensors(self.module)
+        # Checkpoints of adapters hold nothing else.
+        fixed = fixed_tensors(self.module) if cfg.lora is None else {}
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optimizer = make_optimizer(cfg, trained)
         self.model, self.optimizer, *_ = self.booster.boost(self.module, optimizer)
@@ -222,12 +224,12 @@ class Trainer:
         }
 
     def _build_model(self, cfg: TrainConfig) -> ConditionedModel:
-        """The bare model with random weights, frozen, checkpointed and compiled as configured."""
+        """The bare model with random weights, frozen, adapted and compiled as configured."""
         torch.manual_seed(cfg.seed)
         model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
 
-        freeze(model, cfg.freeze)
+        choose_trained(model, cfg)
         compile_as_set(model, cfg.compile, self.device.type)
         return model
 
@@ -235,14 +237,18 @@ class Trainer:
         self, cfg: TrainConfig, checkpoint: Path | None, fixed: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         """Load weights, EMA weights and optimizer state; returns what ``state.json`` holds."""
-        shards = NamedShards(self.module, self.optimizer)
-        if cfg.load is not None and checkpoint is None:
+        shards, lora = NamedShards(self.module, self.optimizer), None
+        if cfg.lora is not None:
+            lora = load_base(cfg, initial_weights(cfg), self.module)
+        elif cfg.load is not None and checkpoint is None:
             weights = fitted(initial_weights(cfg), self.module, convert=cfg.convert)
             load_model(weights, self.module, shards, fixed)
         self.ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
-        self.tensors = TrainingState(self.module, fixed, shards, self.ema)
+        self.tensors = TrainingState(self.module, fixed, shards, self.ema, lora)
         if checkpoint is None:
             return {"step": 0}
+        if lora is not None:
+            check_base(lora, checkpoint)
 
         state = self.tensors.load(checkpoint)
         logger.info("resumed from %s at step %d", checkpoint, state["step"])

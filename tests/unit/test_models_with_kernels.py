@@ -16,6 +16,7 @@ from runs import write_training
 from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.kernels import Kernels, using_kernels
+from opensora_sp.models.lora import add_lora
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.training import train
 
@@ -27,7 +28,12 @@ MODELS = {"STDiT": dict(input_size=SIZE), "STDiT2": dict(qk_norm=True), "STDiT3"
 def step(name: str, kernels: Kernels, *, compiled: bool) -> list[torch.Tensor]:
     """Output and all gradients, with conditioning frames, everything recomputed in backward."""
     torch.manual_seed(0)
-    model = draw_weights(build_model(name, **COMMON, **MODELS[name]))
+    kind, *adapted = name.split(" with ")
+    model = build_model(kind, **COMMON, **MODELS[kind])
+    if adapted:
+        # A fused kernel for some layers of a block, and not for others.
+        add_lora(model, rank=2, alpha=3, targets=["*.qkv", "*.cross_attn.proj", "*.fc1"])
+    draw_weights(model)
     model.set_grad_checkpoint(True)
     if compiled:
         compile_blocks(model, backend="aot_eager")
@@ -53,7 +59,14 @@ def largest_difference(name: str, compiled: bool) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "compiled"), [("STDiT", False), ("STDiT2", False), ("STDiT3", False), ("STDiT3", True)]
+    ("name", "compiled"),
+    [
+        ("STDiT", False),
+        ("STDiT2", False),
+        ("STDiT3", False),
+        ("STDiT3", True),
+        ("STDiT3 with LoRA", False),
+    ],
 )
 def test_values_and_gradients(name: str, compiled: bool) -> None:
     difference = run_interpreted(largest_difference, name, compiled)

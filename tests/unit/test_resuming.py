@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,11 +234,6 @@ def test_the_last_good_checkpoint_is_whole_and_finite(two: Path, tmp_path: Path)
     assert Checkpoints(tmp_path / "new").advice() == "resume from the beginning"
 
 
-@dataclass
-class Config:
-    depth: int = 1
-
-
 def state_of_a_run(weight: torch.Tensor) -> Any:
     """What a save takes of a ``TrainingState``."""
     optimizer = SimpleNamespace(loss_scale_state=lambda: None)
@@ -247,9 +241,9 @@ def state_of_a_run(weight: torch.Tensor) -> Any:
     part = Part(weight, Spec.of(weight), sharded=True)
     files = {FILES[0]: {"weight": part}, FILES[1]: {"weight": part}, FILES[2]: {}}
     return SimpleNamespace(
-        module=SimpleNamespace(config=Config()),
         shards=SimpleNamespace(groups=lambda: groups, optimizer=optimizer),
         files=lambda: files,
+        json_files=dict,
     )
 
 

@@ -1,0 +1,373 @@
+"""LoRA adapters on disk, in peft's layout, and merged into the weights that they are for.
+
+A folder of adapters::
+
+    adapter_config.json          rank, alpha and layers, as peft reads them
+    adapter_model.safetensors    "base_model.model.<layer>.lora_A.weight", "...lora_B.weight"
+    base.json, config.json       ours: which weights they were trained on, and their model
+
+Merging adds ``scale * alpha / rank * B A`` to the weight of a layer (Hu et al., 2021).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_sp.components import nearest
+from opensora_sp.json_reader import read_json
+from opensora_sp.models.lora import ADAPTER
+
+from .paths import ADAPTER_CONFIG, newest_checkpoint
+from .reader import PickledWeightsError, Stored, Weights, open_weights
+from .tensor_file import as_bytes
+
+ADAPTER_WEIGHTS, BASE_FACTS = "adapter_model.safetensors", "base.json"
+PICKLED_ADAPTERS = "adapter_model.bin"
+# Values of an adapter_config.json under which adapters are what this file merges.
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+}
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The weights that adapters were trained on.
+
+    Attributes:
+        name: where they came from.
+        sha256: of the adapted layers' weights, see ``base_digest``.
+    """
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Opened adapters; none of their tensors are read yet.
+
+    Attributes:
+        path: of their folder.
+        weights: A ``[rank, in]`` and B ``[out, rank]``, as "<layer>.lora_A.default.weight", the
+            names of a model's parameters.
+        scaling: alpha / rank.
+        base: None in folders of other programs.
+        scale: by which they are multiplied beyond ``scaling``.
+    """
+
+    path: Path
+    weights: Weights
+    scaling: float
+    base: Base | None
+    scale: float = 1.0
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the adapted layers."""
+        return list(dict.fromkeys(layer_of(name) for name in self.weights.tensors))
+
+    def pair(self, layer: str) -> tuple[Stored, Stored]:
+        """A and B of a layer."""
+        tensors = self.weights.tensors
+        return tensors[parameter_name(layer, "A")], tensors[parameter_name(layer, "B")]
+
+    def delta(self, layer: str, dtype: torch.dtype) -> Tensor:
+        """What they add to a layer's weight, ``[out, in]``."""
+        down, up = (stored.read().to(dtype) for stored in self.pair(layer))
+        return self.scale * self.scaling * (up @ down)
+
+
+def parameter_name(layer: str, matrix: str) -> str:
+    """The parameter of a model with adapters: of a layer, "A" or "B"."""
+    return f"{layer}.lora_{matrix}.{ADAPTER}.weight"
+
+
+def layer_of(parameter: str) -> str:
+    """The adapted layer of a parameter."""
+    return parameter.rpartition(".lora_")[0]
+
+
+def name_on_disk(parameter: str) -> str:
+    """peft's name of a parameter, without that of the adapter."""
+    return f"base_model.model.{parameter.replace(f'.{ADAPTER}.', '.')}"
+
+
+def adapter_files(
+    layers: Sequence[str], *, rank: int, alpha: float, base: Base
+) -> dict[str, bytes]:
+    """The JSON files of a folder of adapters, by name."""
+    peft = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(layers),
+        "base_model_name_or_path": base.name,
+        "inference_mode": True,
+    }
+    files = {ADAPTER_CONFIG: peft, BASE_FACTS: vars(base)}
+    return {name: (json.dumps(one, indent=1) + "\n").encode() for name, one in files.items()}
+
+
+def find_adapters(path: str | Path, *, ema: bool = True) -> Path | None:
+    """The folder of the adapters at a path: itself, its file, or of a run's newest checkpoint.
+
+    None if there are none.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        folder = folder.parent
+    elif folder.is_dir() and not (folder / ADAPTER_CONFIG).is_file():
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is not None:
+            folder = checkpoint / ("ema" if ema else "model")
+    return folder if (folder / ADAPTER_CONFIG).is_file() else None
+
+
+def parse_source(text: str) -> tuple[str, float]:
+    """``PATH`` or ``PATH:SCALE`` -> path and scale.
+
+    Raises:
+        ValueError: for a scale that is not finite.
+    """
+    path, _, number = text.rpartition(":")
+    if not path or Path(text).exists():
+        return text, 1.0
+    try:
+        scale = float(number)
+    except ValueError:
+        return text, 1.0
+    if not math.isfinite(scale):
+        raise ValueError(
+            f"got adapters {text!r} with the scale {number}; expected a finite number; write for "
+            f"example {path}:0.8"
+        )
+    return path, scale
+
+
+def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) -> Adapters:
+    """Open adapters; only names and shapes are read.
+
+    Args:
+        source: ``PATH`` or ``PATH:SCALE``; see ``find_adapters``.
+        ema: choose the EMA weights of a run's checkpoint.
+        allow_pickle: also open peft's ``adapter_model.bin``, as ``open_weights`` does.
+
+    Raises:
+        ValueError: if there are none, they are pickled and that is not allowed, or are of another
+            kind than what ``adapter_files`` describes.
+    """
+    path, scale = parse_source(source)
+    folder = find_adapters(path, ema=ema)
+    if folder is None:
+        advice = "check the path" if not Path(path).exists() else "pass whole weights as --ckpt"
+        raise ValueError(
+            f"got adapters {path!r}, where there is no {ADAPTER_CONFIG}; expected a run that was "
+            f"trained with lora=dict(...), its checkpoint, or a folder that peft wrote; {advice}"
+        )
+
+    config = read_json(folder / ADAPTER_CONFIG)
+    scaling = _scaling(config, folder)
+    weights = _opened(folder, allow_pickle=allow_pickle)
+    tensors = _by_parameter(weights.tensors, folder)
+    return Adapters(folder, replace(weights, tensors=tensors), scaling, _base(folder), scale)
+
+
+def _base(folder: Path) -> Base | None:
+    """What is recorded of the weights that adapters were trained on, if anything is."""
+    file = folder / BASE_FACTS
+    if not file.is_file():
+        return None
+    values = read_json(file)
+    keys = ("name", "sha256")
+    if not isinstance(values, dict) or not all(isinstance(values.get(k), str) for k in keys):
+        raise ValueError(
+            f"got {file} without texts for {' and '.join(keys)}; expected what a training writes; "
+            "copy the file again, or remove it"
+        )
+    return Base(values["name"], values["sha256"])
+
+
+def _scaling(config: Any, folder: Path) -> float:
+    """alpha / rank of an ``adapter_config.json``."""
+    others = ["no names and values"] if not isinstance(config, dict) else []
+    if not others:
+        others = [
+            f"{key} = {config[key]!r}"
+            for key, allowed in MUST_BE.items()
+            if key in config and config[key] not in allowed
+        ]
+    if others:
+        raise ValueError(
+            f"got {folder / ADAPTER_CONFIG} with {', '.join(others)}; expected plain LoRA of "
+            "linear layers; merge such adapters with peft (merge_and_unload) and pass the result "
+            "as --ckpt"
+        )
+    try:
+        rank, alpha = float(config["r"]), float(config["lora_alpha"])
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        raise ValueError(
+            f"got {folder / ADAPTER_CONFIG} with r = {config.get('r')!r} and lora_alpha = "
+            f"{config.get('lora_alpha')!r}; expected two numbers; copy the file again"
+        ) from None
+
+
+def _opened(folder: Path, *, allow_pickle: bool) -> Weights:
+    """The file of adapters, safetensors if there are any."""
+    names = (ADAPTER_WEIGHTS, PICKLED_ADAPTERS)
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"got {folder} with {ADAPTER_CONFIG} and without {ADAPTER_WEIGHTS}; expected both; "
+            "copy the folder again"
+        )
+    try:
+        return open_weights(file, allow_pickle=allow_pickle)
+    except PickledWeightsError:
+        raise PickledWeightsError(
+            f"got {file}, which is pickled, and a pickle can run code as it is read; expected "
+            f"{ADAPTER_WEIGHTS}; save it with peft's save_pretrained(..., "
+            "safe_serialization=True), or pass allow_pickle=True (--allow-pickle)"
+        ) from None
+
+
+def _by_parameter(tensors: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
+    """The tensors by names of parameters, A and B of each layer."""
+    found = {}
+    for name, stored in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None or len(stored.shape) != 2:
+            raise ValueError(
+                f"got {name} {list(stored.shape)} among the adapters in {folder}; expected lora_A "
+                "and lora_B of linear layers alone; merge such adapters with peft "
+                "(merge_and_unload) and pass the result as --ckpt"
+            )
+        found[parameter_name(match[1], match[2])] = stored
+
+    for name in found:
+        layer = layer_of(name)
+        missing = [m for m in "AB" if parameter_name(layer, m) not in found]
+        if missing:
+            raise ValueError(
+                f"got adapters of {layer} in {folder} without lora_{missing[0]}; expected A and B "
+                "of each layer; copy the file again"
+            )
+    return found
+
+
+def check_adapters(adapters: Adapters, model: nn.Module) -> None:
+    """Raise ValueError unless a bare model, which may be on the meta device, has their layers.
+
+    The message has the nearest name of a layer that is missing.
+    """
+    layers = {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    advice = "pass the model that they were trained on"
+    if adapters.base is not None:
+        advice += f", {adapters.base.name}"
+
+    unknown = [name for name in adapters.layers if name not in layers]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise ValueError(
+            f"got adapters of {unknown[0]!r}{more} in {adapters.path}; expected linear layers of "
+            f"{type(model).__name__} as configured ({nearest(unknown[0], layers)}); {advice}"
+        )
+
+    for name in adapters.layers:
+        down, up = (stored.shape for stored in adapters.pair(name))
+        if (up[0], down[1]) != layers[name] or up[1] != down[0]:
+            raise ValueError(
+                f"got adapters of another model in {adapters.path}: {name} has A {list(down)} and "
+                f"B {list(up)}; expected them for a weight {list(layers[name])}; {advice}"
+            )
+
+
+def merged(weights: Weights, adapters: Sequence[Adapters]) -> Weights:
+    """Weights of a bare model with checked adapters added, in the dtype of the weights.
+
+    Sums are computed in at least float32 when a tensor is read, and rounded once.
+    """
+    tensors, notes = dict(weights.tensors), list(weights.notes)
+    by_layer: dict[str, list[Adapters]] = {}
+    for one in adapters:
+        notes.append(f"merged {len(one.layers)} adapters of {one.path}, scale {one.scale:g}")
+        for layer in one.layers:
+            by_layer.setdefault(layer, []).append(one)
+
+    for layer, added in by_layer.items():
+        stored = _weight_of(weights, layer)
+        tensors[f"{layer}.weight"] = Stored(stored.shape, partial(_sum, stored, layer, added))
+    return replace(weights, tensors=tensors, notes=tuple(notes))
+
+
+def _weight_of(weights: Weights, layer: str) -> Stored:
+    """The weight of a layer; a model may be loaded without some of its tensors."""
+    stored = weights.tensors.get(f"{layer}.weight")
+    if stored is None:
+        raise ValueError(
+            f"got adapters of {layer}, whose weight is not in {weights.path}; expected the weights "
+            "of all adapted layers; load the model with strict=True, or leave the adapters out"
+        )
+    return stored
+
+
+def _sum(stored: Stored, layer: str, adapters: Sequence[Adapters]) -> Tensor:
+    weight = stored.read()
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = weight.to(wide)
+    for one in adapters:
+        total = total + one.delta(layer, wide)
+    return total.to(weight.dtype)
+
+
+def base_digest(weights: Weights, layers: Iterable[str]) -> str:
+    """SHA-256 of the weights of layers, rounded to bf16.
+
+    So it is the same for a file in fp32 and its conversion to bf16, and does not depend on tensors
+    that conversions change. It reads these weights once: a few seconds for a model of 1 B.
+    """
+    hashed = hashlib.sha256()
+    for layer in sorted(layers):
+        rounded = _weight_of(weights, layer).read().to(torch.bfloat16)
+        hashed.update(layer.encode() + b"\0")
+        hashed.update(as_bytes(rounded).numpy().data)
+    return hashed.hexdigest()
+
+
+def warn_of_other_base(weights: Weights, adapters: Sequence[Adapters]) -> None:
+    """Warn if adapters are merged into other weights than those that they were trained on."""
+    for one in adapters:
+        if one.base is not None and base_digest(weights, one.layers) != one.base.sha256:
+            logger.warning(
+                "adapters: %s were trained on other weights (%s) than those of %s, of the same "
+                "model; samples may be worse",
+                one.path,
+                one.base.name,
+                weights.path,
+            )

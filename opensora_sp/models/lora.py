@@ -1,0 +1,124 @@
+"""Low-rank adapters (LoRA; Hu et al., 2021) on the linear layers of a model, by peft.
+
+A layer ``W x + b`` becomes ``W x + b + alpha / rank * B A x``. Only A ``[rank, in]`` and B ``[out,
+rank]`` are trained. A is drawn and B begins at zero, so the model computes at first what it did.
+
+peft's layer takes the place of a ``Linear`` and keeps it as ``base_layer``. What a model computes
+from a layer's weight without calling the layer would leave its adapter out: functions of weights
+run for plain layers alone (``layers.py: is_plain``), and only ``Linear`` layers can be chosen, not
+the convolution of ``PatchEmbed3D``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from opensora_sp.components import nearest
+from opensora_sp.patterns import chosen, matches
+
+# All linear layers of all blocks: self-attention, cross-attention and MLP.
+DEFAULT_TARGETS = ("*blocks.*",)
+# peft's name of the one adapter of each layer, and of the layer that it adapts.
+ADAPTER, BASE = "default", "base_layer"
+
+
+def add_lora(
+    model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str] = DEFAULT_TARGETS
+) -> None:
+    """Freeze a model and add trainable adapters to its linear layers, in place.
+
+    Names of the frozen parameters change from ``<layer>.weight`` to ``<layer>.base_layer.weight``.
+    Weights are drawn by torch's global generator, in the layers' dtype and on their device.
+
+    Args:
+        rank: of A and B.
+        alpha: scale of the adapters, times ``rank``.
+        targets: names of layers or patterns of them; the last match decides, ``!pattern`` excludes.
+
+    Raises:
+        ValueError: if a pattern matches no linear layer, or none is chosen.
+    """
+    # Imports peft, which takes seconds.
+    from .adapted_linear import AdaptedLinear
+
+    names = target_layers(model, targets)
+    model.requires_grad_(False)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        layer = model.get_submodule(name)
+        # Annotated as int, and only divided.
+        adapted = AdaptedLinear(layer, ADAPTER, r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
+        # On the meta device, peft leaves its own weights in float32.
+        setattr(model.get_submodule(parent), child, adapted.to(layer.weight.dtype))
+
+
+def target_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """The names of the linear layers that patterns choose.
+
+    Raises:
+        ValueError: if a pattern matches none, with the nearest names, or none is chosen.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for pattern in targets:
+        if not any(matches(name, pattern) for name in layers):
+            raise ValueError(
+                f"got {pattern!r} in lora.targets, which matches no linear layer of "
+                f"{type(model).__name__}; expected names of layers, or patterns such as "
+                f"{list(DEFAULT_TARGETS)}; {_nearest(pattern, layers)}"
+            )
+
+    names = chosen(layers, targets)
+    if not names:
+        raise ValueError(
+            f"got lora.targets {list(targets)}, which leave no layer to adapt; expected at least "
+            "one; put exceptions ('!pattern') after the patterns that they restrict"
+        )
+    return names
+
+
+def targets_of_any_block(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """Patterns that choose, in all blocks, what ``targets`` choose in any: for a model like this
+    one with fewer blocks.
+    """
+    layers = target_layers(model, targets)
+    return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", layer) for layer in layers))
+
+
+def _nearest(pattern: str, layers: Sequence[str]) -> str:
+    """The advice for a pattern without a match: the nearest name, or the nearest end of names."""
+    text = pattern.removeprefix("!")
+    ends: dict[str, None] = {}
+    for name in layers:
+        parts = name.split(".")
+        ends.update(dict.fromkeys(f"*.{'.'.join(parts[i:])}" for i in (-1, -2)))
+    # The end of a name alone is what peft would take.
+    if f"*.{text}" in ends:
+        return f"did you mean '*.{text}'?"
+    return nearest(text, [*ends, *layers], otherwise=f"take some of {list(ends)[:8]}")
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """The adapted layers by name."""
+    return {
+        name.removesuffix(f".{BASE}"): model.get_submodule(name.removesuffix(f".{BASE}"))
+        for name, _ in model.named_modules()
+        if name.endswith(f".{BASE}")
+    }
+
+
+def add_same_lora(model: nn.Module, like: nn.Module) -> None:
+    """Adapt the layers that are adapted in another model, as far as this one has them."""
+    adapted = lora_layers(like)
+    names = [name for name, _ in model.named_modules() if name in adapted]
+    if names:
+        first = adapted[names[0]]
+        add_lora(model, rank=first.r[ADAPTER], alpha=first.lora_alpha[ADAPTER], targets=names)
+
+
+def base_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of a model's tensors that are no adapter's, by their name in the bare model."""
+    return {name.replace(f".{BASE}.", "."): name for name in names if f".{ADAPTER}." not in name}
