@@ -65,6 +65,22 @@ class PipelineFolder:
             )
         return cls(Path(path), index)
 
+    def scheduler(self) -> OpenSoraScheduler:
+        """The scheduler.
+
+        Raises:
+            ValueError: if it has no file, or is another one.
+        """
+        path = self.path / "scheduler" / OpenSoraScheduler.config_name
+        config = read_json(path) if path.is_file() else {}
+        name = config.get("_class_name") if isinstance(config, dict) else None
+        if name != OpenSoraScheduler.__name__:
+            raise ValueError(
+                f"got {name!r} in {path}; expected {OpenSoraScheduler.__name__!r}; pass the "
+                "scheduler itself: from_pretrained(..., scheduler=OpenSoraScheduler(...))"
+            )
+        return OpenSoraScheduler.from_config(config)
+
     def encoder_config(self, key: str) -> dict[str, Any]:
         """An encoder as a sampling config describes it, with the folder of its weights.
 

@@ -116,7 +116,7 @@ class OpenSoraPipeline(DiffusionPipeline):
         folder = PipelineFolder.open(pretrained_model_name_or_path)
         loaders: dict[str, Callable[[], Any]] = {
             "transformer": lambda: from_pretrained(folder.path / "transformer", dtype=torch_dtype),
-            "scheduler": lambda: OpenSoraScheduler.from_pretrained(folder.path / "scheduler"),
+            "scheduler": folder.scheduler,
             **{key: partial(folder.encoder, key) for key in ENCODERS},
         }
         unknown = sorted(components.keys() - loaders.keys())

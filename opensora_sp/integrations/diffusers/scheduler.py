@@ -32,7 +32,10 @@ class OpenSoraScheduler(FlowMatchEulerDiscreteScheduler):
         ValueError: for what ``RectifiedFlow`` refuses.
     """
 
-    save_pretrained: Callable[..., None]  # of the base class, which has no types
+    # Of the base class, which has no types.
+    config_name: str
+    from_config: Callable[..., OpenSoraScheduler]
+    save_pretrained: Callable[..., None]
 
     @register_to_config
     def __init__(self, num_train_timesteps: int = 1000, flow: dict[str, Any] | None = None) -> None:
