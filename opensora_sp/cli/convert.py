@@ -74,6 +74,7 @@ def _add_pipeline(pipelines: argparse._ArgumentGroup) -> None:
     )
     pipelines.add_argument(
         "--config",
+        dest="sampling_config",
         metavar="CONFIG",
         help="of --to diffusers: the sampling config that has vae, text_encoder and scheduler",
     )
@@ -118,10 +119,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_pipeline(args: argparse.Namespace, *, is_model: bool) -> None:
     """Raise ValueError unless there is a config for a pipeline of diffusers, and for that alone."""
-    is_pipeline = args.to == "diffusers"
-    if is_pipeline != (args.config is not None) or (is_pipeline and not is_model):
+    is_pipeline, config = args.to == "diffusers", args.sampling_config
+    if is_pipeline != (config is not None) or (is_pipeline and not is_model):
         raise ValueError(
-            f"got --to {args.to} with --config {args.config} for {args.source}; expected the "
+            f"got --to {args.to} with --config {config} for {args.source}; expected the "
             "weights of a model, and a config for --to diffusers alone; pass --config CONFIG, the "
             "sampling config that has the model's vae, text_encoder and scheduler"
         )
@@ -177,7 +178,7 @@ def _write_pipeline(model: ConditionedModel, args: argparse.Namespace) -> None:
     from opensora_sp.config import load_inference_config
     from opensora_sp.integrations.diffusers import OpenSoraScheduler, write_pipeline
 
-    cfg = load_inference_config(args.config)
+    cfg = load_inference_config(args.sampling_config)
     _check_same_model(model, cfg.model_spec)
     write_pipeline(
         args.target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import Geometry, RectifiedFlow
-from opensora_sp.integrations.diffusers import OpenSoraPipeline, OpenSoraScheduler
+from opensora_sp.encoders import ImageVAE
+from opensora_sp.integrations.diffusers import OpenSoraPipeline, OpenSoraScheduler, write_pipeline
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import Request, requests_of
@@ -296,3 +298,44 @@ def test_convert_refuses_other_models_and_half_a_command(
             main(["convert", str(v12), str(tmp_path / "out"), *options])
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_encoders_are_copied_with_their_weights_and_options(v12: Path, tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    AutoencoderKL(
+        block_out_channels=(8, 16),
+        latent_channels=3,
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    ).save_pretrained(tmp_path / "source" / "vae")
+    vae = dict(
+        type="VideoAutoencoderKL",
+        from_pretrained=str(tmp_path / "source"),
+        subfolder="vae",
+        micro_batch_size=2,
+    )
+    model = loaded(v12)
+    write_pipeline(
+        tmp_path / "pipe",
+        model.transformer,
+        vae=vae,
+        text_encoder=model.config.text_encoder_config,
+        scheduler=model.scheduler,
+    )
+    wanted = ImageVAE(str(tmp_path / "source"), subfolder="vae").state_dict()
+    shutil.rmtree(tmp_path / "source")
+
+    pipeline = loaded(tmp_path)
+    found = pipeline.vae.state_dict()
+    assert found.keys() == wanted.keys() and pipeline.vae.micro_batch_size == 2
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert "source" not in (tmp_path / "pipe" / "model_index.json").read_text()
+    videos = pipeline("a", **SIZE, num_inference_steps=1, output_type="pt").frames
+    assert videos.shape == (1, 5, 3, 28, 24)
+
+    pipeline.save_pretrained(tmp_path / "again")
+    again = OpenSoraPipeline.from_pretrained(tmp_path / "again", transformer=pipeline.transformer)
+    assert all(torch.equal(again.vae.state_dict()[name], wanted[name]) for name in wanted)
