@@ -304,7 +304,8 @@ class T5TextEncoder(FrozenEncoder):
 
             config = T5Config.from_dict(saved_config(from_pretrained) or T5_XXL)
             with torch.device("meta"):
-                self.t5 = T5EncoderModel(config).to(DTYPES[dtype])
+                t5: Any = T5EncoderModel(config)
+            self.t5 = t5.to(DTYPES[dtype])
         else:
             self.tokenizer = load_tokenizer(files)
             self.t5 = load_t5(files, DTYPES[dtype])

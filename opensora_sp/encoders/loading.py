@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -47,24 +47,22 @@ class FrozenEncoder(nn.Module):
 
     A subclass builds itself in ``_build``, with weights or, for plans, without.
 
+    Attributes:
+        _build: ``_build(files, **options)`` with all options of the constructor. Without ``files``
+            the network is on the meta device.
+
     Args:
         offload: keep the weights on the CPU, and copy them to the device of ``to`` for each
             ``encode`` and ``decode`` only. The copy is dropped afterwards. With "layers", each
             entry of the largest ``ModuleList`` is copied for its own call alone.
     """
 
+    _build: Callable[..., None]
+
     def __init__(self, *, offload: Offload) -> None:
         super().__init__()
         self.offload = offload
         self.device = torch.device("cpu")
-
-    def _build(self, files: PretrainedFiles | None, **options: Any) -> None:
-        """Build the network with the weights of ``files``, or on the meta device.
-
-        Args:
-            options: of the constructor.
-        """
-        raise NotImplementedError
 
     @classmethod
     def planned(cls, **options: Any) -> Self:

@@ -225,7 +225,7 @@ def _text_memory(cfg: InferenceConfig, spec: BatchSpec, device: str) -> EncoderM
 
     # Prompts and negative prompts are encoded together; without these, a text is encoded once.
     count = spec.batch_size * (1 + (cfg.negative_prompt is not None))
-    features: Any = encoder.features  # type: ignore[operator]
+    features: Any = encoder.features
     with torch.device("meta"):
         ids = torch.zeros(count, encoder.max_length, dtype=torch.int64)
     with _traced(device) as live:
