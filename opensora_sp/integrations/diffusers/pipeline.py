@@ -50,7 +50,7 @@ class OpenSoraPipeline(DiffusionPipeline):
     """Videos from texts and images by a model trained with rectified flow (Open-Sora 1.2, 1.3).
 
     Args:
-        transformer: the model, bare or parallelized.
+        transformer: the model.
         vae: a ``LatentEncoder``.
         text_encoder: a ``TextEncoder``, which has its tokenizer.
         scheduler: an ``OpenSoraScheduler``.
@@ -215,7 +215,7 @@ class OpenSoraPipeline(DiffusionPipeline):
         latents: Tensor | None = None,
         return_dict: bool = True,
     ) -> OpenSoraPipelineOutput | tuple[Any]:
-        """Sample videos. Ranks of a parallelized transformer make the same call.
+        """Sample videos.
 
         Args:
             prompt: one text, or one for each video.

@@ -6,6 +6,7 @@ stub begin with ``on_``.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.placement import place_encoders
 from opensora_sp.sampling.process_groups import Groups
 from opensora_sp.sampling.requests import requests_of
+from opensora_sp.sampling.run import _sample_all
 
 pytestmark = requires_stub
 MEMORY = 12e9
@@ -113,3 +115,25 @@ def test_weights_that_stay_on_the_device_do_not_fit_it() -> None:
     assert estimate.sampling is not None and estimate.sampling.peak > MEMORY
     with pytest.raises(Exception, match="out of memory"):
         run_on_stub(on_sampling, "240p", 80e9, memory=int(MEMORY), timeout=900)
+
+
+def on_run(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The encoders that a run builds on a device with so little memory."""
+    cfg = config("240p").model_copy(update=dict(outputs=folder))
+    weights = Path(folder, "model.safetensors")
+    weights.write_bytes(b"of a model")
+    with (
+        patch("opensora_sp.sampling.run.build_pipeline", side_effect=StopIteration) as built,
+        pytest.raises(StopIteration),
+    ):
+        _sample_all(cfg, requests_of(cfg), weights, torch.device("cuda"))
+    placed = built.call_args.kwargs["placed"]
+    return placed.text_encoder, placed.vae
+
+
+@pytest.mark.slow
+def test_a_run_chooses_by_the_free_memory(tmp_path: Path) -> None:
+    recording = run_on_stub(on_run, str(tmp_path), memory=int(MEMORY))
+    assert recording.result == (TEXT | dict(offload="layers"), VAE)
+    recording = run_on_stub(on_run, str(tmp_path), memory=int(80e9))
+    assert recording.result == (TEXT, VAE)
