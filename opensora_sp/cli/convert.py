@@ -6,12 +6,17 @@ A model's weights are checked against the model; those of a VAE or text encoder 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opensora_sp.console import add_allow_pickle, log_to_terminal
+
+if TYPE_CHECKING:
+    from opensora_sp.config.model_spec import ModelSpec
+    from opensora_sp.models.base import ConditionedModel
 
 HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
 # Options that change weights or need to know the model.
@@ -65,7 +70,23 @@ def parser() -> argparse.ArgumentParser:
     )
 
     _add_conversions(parser.add_argument_group("conversions"))
+    _add_pipeline(parser.add_argument_group("pipelines of diffusers"))
     return parser
+
+
+def _add_pipeline(pipelines: argparse._ArgumentGroup) -> None:
+    pipelines.add_argument(
+        "--to",
+        choices=("folder", "diffusers"),
+        default="folder",
+        help="diffusers: a folder for OpenSoraPipeline, with encoders and scheduler",
+    )
+    pipelines.add_argument(
+        "--config",
+        dest="sampling_config",
+        metavar="CONFIG",
+        help="of --to diffusers: the sampling config that has vae, text_encoder and scheduler",
+    )
 
 
 def _add_conversions(conversions: argparse._ArgumentGroup) -> None:
@@ -106,9 +127,22 @@ def run(args: argparse.Namespace) -> None:
     check_vacant(Path(args.target))
 
     source = fetched(args.source)
-    written = _convert_encoder(source, args) if is_encoder(source) else _convert(source, args)
-    files = len(list(Path(args.target).glob("*.safetensors")))
+    convert = _convert_encoder if is_encoder(source) else _convert
+    _check_pipeline(args, is_model=convert is _convert)
+    written = convert(source, args)
+    files = len(list(Path(args.target).rglob("*.safetensors")))
     sys.stdout.write(f"wrote {written}, {files} files to {args.target}\n")
+
+
+def _check_pipeline(args: argparse.Namespace, *, is_model: bool) -> None:
+    """Raise ValueError unless there is a config for a pipeline of diffusers, and for that alone."""
+    is_pipeline, config = args.to == "diffusers", args.sampling_config
+    if is_pipeline != (config is not None) or (is_pipeline and not is_model):
+        raise ValueError(
+            f"got --to {args.to} with --config {config} for {args.source}; expected the "
+            "weights of a model, and a config for --to diffusers alone; pass --config CONFIG, the "
+            "sampling config that has the model's vae, text_encoder and scheduler"
+        )
 
 
 def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
@@ -148,10 +182,49 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         **options,
     )
-    save_pretrained(model, args.target, max_shard_size=_shard_size(args))
+    if args.to == "diffusers":
+        _write_pipeline(model, args)
+    else:
+        save_pretrained(model, args.target, max_shard_size=_shard_size(args))
 
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     return f"{type(model).__name__}, {millions:.1f} M parameters, {model.dtype}"
+
+
+def _write_pipeline(model: ConditionedModel, args: argparse.Namespace) -> None:
+    """The model with the encoders and the scheduler of a sampling config."""
+    from opensora_sp.config import load_inference_config
+    from opensora_sp.integrations.diffusers import OpenSoraScheduler, write_pipeline
+
+    cfg = load_inference_config(args.sampling_config)
+    _check_same_model(model, cfg.model_spec)
+    write_pipeline(
+        args.target,
+        model,
+        vae=cfg.vae,
+        text_encoder=cfg.text_encoder,
+        scheduler=OpenSoraScheduler.of(cfg.scheduler),
+        allow_pickle=args.allow_pickle,
+        max_shard_size=_shard_size(args),
+    )
+
+
+def _check_same_model(model: ConditionedModel, spec: ModelSpec) -> None:
+    """Raise ValueError if a config's model is another than that of the weights."""
+    from opensora_sp.checkpoint.model_config import MAY_DIFFER
+
+    found = {"type": type(model).__name__, **dataclasses.asdict(model.config)}
+    wanted = {"type": spec.model_class.__name__, **dataclasses.asdict(spec.config)}
+    differing = [
+        f"{key} = {found.get(key)!r} ({wanted.get(key)!r} in the config)"
+        for key in sorted(found.keys() | wanted.keys())
+        if key not in MAY_DIFFER and found.get(key) != wanted.get(key)
+    ]
+    if differing:
+        raise ValueError(
+            f"got weights of a model with {', '.join(differing[:6])}; expected that of --config; "
+            "correct its model section, or pass another config"
+        )
 
 
 def _model_options(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -267,7 +267,10 @@ def _memory(estimate: BatchEstimate) -> list[str]:
             cells = [f"{number / 1e9:.3f}" for number in numbers]
             rows[name + star] = (*cells, MOMENTS[peak.moment])
 
-    note += "On top come the VAE, the text encoder, and what the allocator loses."
+    if estimate.sampling is None:
+        note += "On top come the VAE, the text encoder, and what the allocator loses."
+    else:
+        note += f"With the encoders: {estimate.sampling.describe()}."
     return _columns("memory", rows, width=9) + _entry("", note)
 
 

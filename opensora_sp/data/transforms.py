@@ -57,5 +57,10 @@ def to_clip(frames: np.ndarray, size: tuple[int, int]) -> Tensor:
 
 def to_frames(clip: Tensor) -> np.ndarray:
     """``[3, F, height, width]`` in [-1, 1] -> uint8 frames."""
+    return quantized(clip).cpu().numpy()
+
+
+def quantized(clip: Tensor) -> Tensor:
+    """``[3, F, height, width]`` in [-1, 1] -> uint8 ``[F, height, width, 3]`` on its device."""
     scaled = (clip.float().clamp(-1, 1) + 1) * 127.5
-    return scaled.round().byte().permute(1, 2, 3, 0).cpu().numpy()
+    return scaled.round().byte().permute(1, 2, 3, 0)

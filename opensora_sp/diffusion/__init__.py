@@ -10,12 +10,21 @@ from .frame_masks import check_mask_ratios, draw_frame_mask, frame_mask
 from .iddpm import IDDPM
 from .image_guidance import ConditioningFrames
 from .loss import Positions, rank_loss, samples_of_mean, velocity_loss
-from .process import DiffusionProcess, Geometry, Noised, guided, predictions_per_step, unguided
+from .process import (
+    DiffusionProcess,
+    EditStep,
+    Geometry,
+    Noised,
+    guided,
+    predictions_per_step,
+    unguided,
+)
 from .rectified_flow import RectifiedFlow
 
 __all__ = [
     "DiffusionProcess",
     "DrawnCondition",
+    "EditStep",
     "Geometry",
     "ConditioningFrames",
     "IDDPM",

@@ -14,6 +14,8 @@ from torch import Tensor
 
 Prediction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``predict(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> ``[B, C_out, F, h, w]``."""
+EditStep = Callable[[int, Tensor, Tensor], Tensor]
+"""``edit_step(number of the step, t [B], latents after it)`` -> the latents to continue with."""
 
 
 @dataclass(frozen=True)

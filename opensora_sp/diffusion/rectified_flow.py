@@ -20,7 +20,7 @@ from torch import Tensor
 from .conditioning_frames import check_drop_condition
 from .image_guidance import ConditioningFrames, Guidance, Scales
 from .loss import frame_weights, velocity_loss
-from .process import Geometry, Noised, Prediction, by_frame, per_sample
+from .process import EditStep, Geometry, Noised, Prediction, by_frame, per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +193,7 @@ class RectifiedFlow:
         conditioning_frames: ConditioningFrames | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
+        edit_step: EditStep | None = None,
     ) -> Tensor:
         """Follow the velocity from noise ``z`` to data in n Euler steps.
 
@@ -207,6 +208,7 @@ class RectifiedFlow:
             draw_noise: ``draw_noise(step)`` of the shape of z, needed with ``frame_levels`` and for
                 ``use_sdedit``.
             on_step: called after each step.
+            edit_step: may replace the latents after each step.
 
         Returns:
             Data of the shape of ``z``.
@@ -247,6 +249,8 @@ class RectifiedFlow:
 
             if active is not None:
                 z = torch.where(by_frame(active), z, previous)
+            if edit_step is not None:
+                z = edit_step(i, t, z)
             if on_step is not None:
                 on_step()
         return z

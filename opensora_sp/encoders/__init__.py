@@ -6,7 +6,7 @@ from typing import Any
 
 from opensora_sp.components import component_class
 
-from .base import LatentEncoder, Piece, TextEncoder, independent_pieces
+from .base import LatentEncoder, Piece, TextEncoder, decoded_pieces, independent_pieces
 from .huggingface import ImageVAE, T5TextEncoder
 from .open_sora_vae import OpenSoraVAE
 from .open_sora_vae_v13 import OpenSoraVAEv13
@@ -64,6 +64,7 @@ __all__ = [
     "Piece",
     "T5TextEncoder",
     "TextEncoder",
+    "decoded_pieces",
     "independent_pieces",
     "planned_decoded_frames",
     "planned_latent_size",

@@ -109,6 +109,19 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     return [Piece(*piece) for piece in zip(frames, latents, strict=True)]
 
 
+def decoded_pieces(vae: Any, num_frames: int, latent_frames: int) -> list[Piece]:
+    """The pieces of a clip that are decoded by one call each.
+
+    Frames that stand alone are decoded in batches of the autoencoder's ``micro_batch_size`` (None:
+    all).
+    """
+    pieces = independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames)
+    if getattr(vae, "chunk_frames", None) != 1:
+        return pieces
+    size = getattr(vae, "micro_batch_size", 1) or num_frames
+    return [Piece(frames, frames) for frames in chunks(num_frames, size)]
+
+
 def chunks(count: int, size: int) -> list[slice]:
     """Consecutive slices of ``count`` entries, each of ``size`` but perhaps the last."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -22,6 +22,7 @@ from .base import check_latent_frames
 from .loading import (
     Dtype,
     FrozenEncoder,
+    Offload,
     PretrainedFiles,
     check_none_missing,
     load_tensors,
@@ -31,6 +32,27 @@ from .loading import (
 logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 SD_FACTOR = 8  # pixels per latent position in the autoencoders of Stable Diffusion
+# Stable Diffusion's autoencoder, the default.
+SD_VAE = dict(
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+    block_out_channels=(128, 256, 512, 512),
+    layers_per_block=2,
+    latent_channels=4,
+    norm_num_groups=32,
+)
+# T5 v1.1 XXL, the text encoder of the releases, for plans without its folder.
+T5_XXL = dict(
+    vocab_size=32128,
+    d_model=4096,
+    d_kv=64,
+    d_ff=10240,
+    num_layers=24,
+    num_heads=64,
+    feed_forward_proj="gated-gelu",
+    dense_act_fn="gelu_new",
+    is_gated_act=True,
+)
 # Largest counts of a T5's config.json: modules and labels are built before weights are looked at.
 MAX_COUNTS = {"num_layers": 1000, "num_hidden_layers": 1000, "num_labels": 1000}
 # Tied in T5: a file has one of the names, or both.
@@ -120,28 +142,52 @@ class ImageVAE(FrozenEncoder):
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
+        self._build(
+            PretrainedFiles(from_pretrained, "vae", subfolder),
+            from_pretrained=from_pretrained,
+            subfolder=subfolder,
+            micro_batch_size=micro_batch_size,
+            dtype=dtype,
+            scaling_factor=scaling_factor,
+            round_down=round_down,
+        )
+        self.requires_grad_(False).eval()
+
+    def _build(
+        self,
+        files: PretrainedFiles | None,
+        *,
+        from_pretrained: str,
+        subfolder: str | None,
+        micro_batch_size: int | None,
+        dtype: Dtype,
+        scaling_factor: float | None,
+        round_down: bool,
+        **_: Any,
+    ) -> None:
         from diffusers import AutoencoderKL
 
-        files = PretrainedFiles(from_pretrained, "vae", subfolder)
-        config = files.config()
-        tensors = {current_name(name): tensor for name, tensor in files.tensors().items()}
-        with files.explained("AutoencoderKL"):
+        if files is None:
             with torch.device("meta"):
-                vae = AutoencoderKL.from_config(config)
-            load_tensors(vae, tensors)
-            vae.to(DTYPES[dtype])
+                vae = AutoencoderKL.from_config(saved_config(from_pretrained, subfolder) or SD_VAE)
+        else:
+            config = files.config()
+            tensors = {current_name(name): tensor for name, tensor in files.tensors().items()}
+            with files.explained("AutoencoderKL"):
+                with torch.device("meta"):
+                    vae = AutoencoderKL.from_config(config)
+                load_tensors(vae, tensors)
+        vae.to(DTYPES[dtype])
 
         scaling_factor = scaling_factor or vae.config.scaling_factor
         self.frames = FrameAutoencoder(
             vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size
         )
-
         self.dtype = DTYPES[dtype]
         self.round_down = round_down
         self.channels = self.frames.channels
         self.micro_batch_size = micro_batch_size
         self.scale = 1 / scaling_factor
-        self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
@@ -219,7 +265,7 @@ class T5TextEncoder(FrozenEncoder):
         max_length: tokens of the padded features.
         dtype: "fp32", "bf16" or "fp16" for the weights; features are float32.
         clean_captions: clean captions as in training the released models, see ``clean_caption``.
-        offload: keep the weights on the CPU between calls.
+        offload: keep the weights on the CPU between calls; "layers" copies one layer at a time.
 
     Raises:
         ValueError: if it cannot be loaded.
@@ -231,40 +277,41 @@ class T5TextEncoder(FrozenEncoder):
         max_length: int = 300,
         dtype: Dtype = "fp32",
         clean_captions: bool = False,
-        offload: bool = False,
+        offload: Offload = False,
     ) -> None:
         super().__init__(offload=offload)
-        from transformers import T5Config, T5EncoderModel, T5TokenizerFast
+        self._build(
+            PretrainedFiles(from_pretrained, "text_encoder"),
+            from_pretrained=from_pretrained,
+            max_length=max_length,
+            dtype=dtype,
+            clean_captions=clean_captions,
+        )
+        self.requires_grad_(False).eval()
 
-        files = PretrainedFiles(from_pretrained, "text_encoder")
-        with files.explained("its tokenizer"):
-            # AutoTokenizer would take the class that the folder names, and some read pickles.
-            if not any((files.folder / name).is_file() for name in TOKENIZER_FILES):
-                raise ValueError(f"it has none of {', '.join(TOKENIZER_FILES)}")
-            self.tokenizer = T5TokenizerFast.from_pretrained(
-                str(files.folder),
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-            )
+    def _build(
+        self,
+        files: PretrainedFiles | None,
+        *,
+        from_pretrained: str,
+        max_length: int,
+        dtype: Dtype,
+        clean_captions: bool,
+        **_: Any,
+    ) -> None:
+        if files is None:
+            from transformers import T5Config, T5EncoderModel
 
-        config, tensors = files.config(), files.tensors()
-        with files.explained("T5EncoderModel"):
-            check_t5_weights(config, tensors)
-            self.t5, found = T5EncoderModel.from_pretrained(
-                # No path: transformers reads no file.
-                None,
-                config=T5Config.from_dict(config),
-                state_dict=tensors,
-                torch_dtype=DTYPES[dtype],
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-            check_none_missing(found["missing_keys"])
+            config = T5Config.from_dict(saved_config(from_pretrained) or T5_XXL)
+            with torch.device("meta"):
+                t5: Any = T5EncoderModel(config)
+            self.t5 = t5.to(DTYPES[dtype])
+        else:
+            self.tokenizer = load_tokenizer(files)
+            self.t5 = load_t5(files, DTYPES[dtype])
         self.width: int = self.t5.config.d_model
         self.max_length, self.clean_captions = max_length, clean_captions
         self._has_warned = False
-        self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -279,9 +326,14 @@ class T5TextEncoder(FrozenEncoder):
         )
         ids = to_device(tokens.input_ids, self.device)
         mask = to_device(tokens.attention_mask, self.device)
+        return self.features(ids, mask), tokens.attention_mask
+
+    @torch.no_grad()
+    def features(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Features float32 ``[B, 1, L, width]`` of tokens ``[B, L]`` on the device."""
         with self.on_device():
             features = self.t5(input_ids=ids, attention_mask=mask).last_hidden_state
-        return features.float()[:, None], tokens.attention_mask
+        return features.float()[:, None]
 
     def _cleaned(self, text: str) -> str:
         return clean_caption(text) if self.clean_captions else text
@@ -306,6 +358,50 @@ class T5TextEncoder(FrozenEncoder):
     def num_tokens(self, text: str) -> int:
         """Tokens of a caption before truncation, with the end token."""
         return len(self.tokenizer(self._cleaned(text), verbose=False).input_ids)
+
+
+def load_tokenizer(files: PretrainedFiles) -> Any:
+    """The tokenizer of a T5.
+
+    Raises:
+        ValueError: if it cannot be loaded.
+    """
+    from transformers import T5TokenizerFast
+
+    with files.explained("its tokenizer"):
+        # AutoTokenizer would take the class that the folder names, and some read pickles.
+        if not any((files.folder / name).is_file() for name in TOKENIZER_FILES):
+            raise ValueError(f"it has none of {', '.join(TOKENIZER_FILES)}")
+        return T5TokenizerFast.from_pretrained(
+            str(files.folder),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+
+
+def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
+    """The network of a T5 encoder.
+
+    Raises:
+        ValueError: if it cannot be loaded.
+    """
+    from transformers import T5Config, T5EncoderModel
+
+    config, tensors = files.config(), files.tensors()
+    with files.explained("T5EncoderModel"):
+        check_t5_weights(config, tensors)
+        t5, found = T5EncoderModel.from_pretrained(
+            # No path: transformers reads no file.
+            None,
+            config=T5Config.from_dict(config),
+            state_dict=tensors,
+            torch_dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        check_none_missing(found["missing_keys"])
+    return t5
 
 
 def check_t5_weights(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

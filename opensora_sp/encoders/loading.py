@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from opensora_sp.checkpoint import PickledWeightsError, convert_command, open_weights
 from opensora_sp.checkpoint import saved_config as read_config
@@ -37,49 +39,122 @@ PICKLES = (
 )
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
+Offload = bool | Literal["layers"]
 
 
 class FrozenEncoder(nn.Module):
     """A network that is never trained.
 
+    A subclass builds itself in ``_build``, with weights or, for plans, without.
+
+    Attributes:
+        _build: ``_build(files, **options)`` with all options of the constructor. Without ``files``
+            the network is on the meta device.
+
     Args:
         offload: keep the weights on the CPU, and copy them to the device of ``to`` for each
-            ``encode`` and ``decode`` only. The copy is dropped afterwards.
+            ``encode`` and ``decode`` only. The copy is dropped afterwards. With "layers", each
+            entry of the largest ``ModuleList`` is copied for its own call alone.
     """
 
-    def __init__(self, *, offload: bool) -> None:
+    _build: Callable[..., None]
+
+    def __init__(self, *, offload: Offload) -> None:
         super().__init__()
         self.offload = offload
         self.device = torch.device("cpu")
+
+    @classmethod
+    def planned(cls, **options: Any) -> Self:
+        """The encoder of a config's options on the meta device. Weights are not looked at.
+
+        Its sizes are those of the ``config.json`` of a local folder, or else of the public release.
+        """
+        encoder = cls.__new__(cls)
+        FrozenEncoder.__init__(encoder, offload=False)
+        encoder.device = torch.device("meta")
+        defaults = {
+            name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()
+        }
+        encoder._build(None, **defaults | options)
+        return encoder.requires_grad_(False).eval()
 
     def to(self, device: torch.device | str) -> FrozenEncoder:  # type: ignore[override]
         self.device = torch.device(device)
         return self if self.offload else super().to(self.device)
 
+    @property
+    def streamed_layers(self) -> list[nn.Module]:
+        """The layers that are copied one at a time with ``offload="layers"``."""
+        lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
+        return list(max(lists, key=weight_bytes, default=[]))
+
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A context in which the weights are on the device of ``to``."""
-        if not self.offload:
+        """A context in which the weights are on the device of ``to``, those of streamed layers
+        while the layer is called.
+        """
+        with ExitStack() as stack:
+            if self.offload:
+                layers = self.streamed_layers if self.offload == "layers" else []
+                streamed = {id(module) for layer in layers for module in layer.modules()}
+                resident = [module for module in self.modules() if id(module) not in streamed]
+                stack.enter_context(copied(resident, self.device))
+                for layer in layers:
+                    stack.enter_context(_copied_in_calls(layer, self.device))
             yield
-            return
 
-        on_cpu: list[tuple[nn.Module, str, Tensor]] = []
-        for module in self.modules():
-            named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            on_cpu += [(module, name, tensor) for name, tensor in named]
 
-        # By identity, so that a shared tensor is copied once.
-        copies = {id(tensor): tensor.detach().to(self.device) for _, _, tensor in on_cpu}
-        try:
-            for module, name, tensor in on_cpu:
-                copy = copies[id(tensor)]
-                if isinstance(tensor, nn.Parameter):
-                    copy = nn.Parameter(copy, requires_grad=False)
-                setattr(module, name, copy)
-            yield
-        finally:
-            for module, name, tensor in on_cpu:
-                setattr(module, name, tensor)
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of parameters and buffers; what is shared counts once."""
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(tensor.nbytes for tensor in {id(one): one for one in tensors}.values())
+
+
+@contextmanager
+def copied(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """A context in which the modules' own tensors are copies on a device."""
+    originals: list[tuple[nn.Module, str, Tensor]] = []
+    for module in modules:
+        named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        originals += [(module, name, tensor) for name, tensor in named]
+
+    # By identity, so that a shared tensor is copied once.
+    copies = {id(tensor): tensor.detach().to(device) for _, _, tensor in originals}
+    try:
+        for module, name, tensor in originals:
+            copy = copies[id(tensor)]
+            if isinstance(tensor, nn.Parameter):
+                copy = nn.Parameter(copy, requires_grad=False)
+            setattr(module, name, copy)
+        del copies
+        yield
+    finally:
+        for module, name, tensor in originals:
+            setattr(module, name, tensor)
+
+
+@contextmanager
+def _copied_in_calls(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context in which each call of a layer has copies of its weights, until it returns."""
+    call = ExitStack()
+
+    def enter(*_: Any) -> None:
+        call.enter_context(copied(layer.modules(), device))
+
+    def leave(*_: Any) -> None:
+        call.close()
+
+    hooks = (
+        layer.register_forward_pre_hook(enter),
+        layer.register_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        call.close()
+        for hook in hooks:
+            hook.remove()
 
 
 class PretrainedFiles:

@@ -25,22 +25,13 @@ from torch import Tensor, nn
 from opensora_sp.dtypes import DTYPES
 
 from .base import check_latent_frames, independent_pieces
-from .huggingface import FrameAutoencoder, current_name, spatial_factor
+from .huggingface import SD_VAE, FrameAutoencoder, current_name, spatial_factor
 from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
 from .video_vae import TemporalVAE
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
 # The release ignores the scaling factor in the image autoencoder's configuration.
 IMAGE_LATENT_FACTOR = 0.18215
-# Stable Diffusion's autoencoder, the default.
-IMAGE_VAE = dict(
-    down_block_types=("DownEncoderBlock2D",) * 4,
-    up_block_types=("UpDecoderBlock2D",) * 4,
-    block_out_channels=(128, 256, 512, 512),
-    layers_per_block=2,
-    latent_channels=4,
-    norm_num_groups=32,
-)
 
 
 class ChunkVAE(nn.Module):
@@ -102,13 +93,32 @@ class OpenSoraVAE(FrozenEncoder):
                 f"got micro_frame_size {micro_frame_size}; expected >= 1; change "
                 "vae.micro_frame_size"
             )
+        self._build(
+            PretrainedFiles(from_pretrained, "vae"),
+            from_pretrained=from_pretrained,
+            micro_frame_size=micro_frame_size,
+            micro_batch_size=micro_batch_size,
+            dtype=dtype,
+        )
+        self.requires_grad_(False).eval()
 
+    def _build(
+        self,
+        files: PretrainedFiles | None,
+        *,
+        from_pretrained: str,
+        micro_frame_size: int | None,
+        micro_batch_size: int | None,
+        dtype: Dtype,
+        **_: Any,
+    ) -> None:
+        release = (saved_config(from_pretrained) or {}) if files is None else files.config()
         # Built on the meta device, since the file has all weights.
-        files = PretrainedFiles(from_pretrained, "vae")
         with torch.device("meta"):
-            image_vae, temporal_vae = build_parts(files.config(), from_pretrained)
+            image_vae, temporal_vae = build_parts(release, from_pretrained)
             self.chunk_vae = ChunkVAE(image_vae, temporal_vae, micro_batch_size=micro_batch_size)
-        load_strictly(self.chunk_vae, files)
+        if files is not None:
+            load_strictly(self.chunk_vae, files)
 
         self.dtype = DTYPES[dtype]
         self.chunk_vae.spatial_vae.to(self.dtype)
@@ -119,7 +129,6 @@ class OpenSoraVAE(FrozenEncoder):
         self.chunk_latent_frames = None
         if micro_frame_size is not None:
             self.chunk_latent_frames = math.ceil(micro_frame_size / TIME_FACTOR)
-        self.requires_grad_(False).eval()
 
     @property
     def scale(self) -> Tensor:
@@ -215,7 +224,7 @@ def build_parts(release: dict[str, Any], source: str) -> tuple[Any, TemporalVAE]
     """
     from diffusers import AutoencoderKL
 
-    image_vae = AutoencoderKL.from_config(_image_config(release, source) or IMAGE_VAE)
+    image_vae = AutoencoderKL.from_config(_image_config(release, source) or SD_VAE)
 
     options = dict(release.get("vae_temporal") or {})
     options.pop("from_pretrained", None)

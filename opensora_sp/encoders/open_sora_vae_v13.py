@@ -86,11 +86,43 @@ class OpenSoraVAEv13(FrozenEncoder):
             tile_size=tile_size,
         )
 
+        self._build(
+            PretrainedFiles(from_pretrained, "vae"),
+            from_pretrained=from_pretrained,
+            z_channels=z_channels,
+            micro_batch_size=micro_batch_size,
+            micro_frame_size=micro_frame_size,
+            temporal_overlap=temporal_overlap,
+            micro_batch_size_2d=micro_batch_size_2d,
+            normalization=normalization,
+            use_tiled_conv3d=use_tiled_conv3d,
+            tile_size=tile_size,
+            dtype=dtype,
+        )
+        self.requires_grad_(False).eval()
+
+    def _build(
+        self,
+        files: PretrainedFiles | None,
+        *,
+        from_pretrained: str,
+        z_channels: int,
+        micro_batch_size: int | None,
+        micro_frame_size: int | None,
+        temporal_overlap: bool,
+        micro_batch_size_2d: int | None,
+        normalization: str | None,
+        use_tiled_conv3d: bool,
+        tile_size: int,
+        dtype: Dtype,
+        **_: Any,
+    ) -> None:
+        folder = from_pretrained if files is None else files.folder
         # Built on the meta device, since the file has all weights.
-        files = PretrainedFiles(from_pretrained, "vae")
         with torch.device("meta"):
-            self.vae = build_network(saved_config(files.folder) or {}, z_channels, files.source)
-        load_strictly(self.vae, files)
+            self.vae = build_network(saved_config(folder) or {}, z_channels, from_pretrained)
+        if files is not None:
+            load_strictly(self.vae, files)
         for module in self.vae.modules():
             if isinstance(module, FrameStep):
                 module.micro_batch_size = micro_batch_size_2d
@@ -107,7 +139,6 @@ class OpenSoraVAEv13(FrozenEncoder):
         # Float32, whatever the weights are: [c or 1, 1 or 5].
         self.register_buffer("shift", _table(mean), persistent=False)
         self.register_buffer("std", _table(std), persistent=False)
-        self.requires_grad_(False).eval()
 
     @property
     def scale(self) -> Tensor:

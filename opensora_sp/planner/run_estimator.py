@@ -38,6 +38,7 @@ from .checkpointing import (
 from .communicators import gpus_of_node
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .micro_batch_time import ModelCosts, seconds_of
+from .sampling_memory import FREE_SHARE, SamplingMemory, placed
 from .step_time import StepTime, predict_step
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, traffic
@@ -252,6 +253,25 @@ class RunEstimator:
             levels=levels,
             offloaded=of_inputs(),
             pinned=of_inputs(pinned=True),
+        )
+
+    def sampling_memory(
+        self, spec: BatchSpec, memory: Memory
+    ) -> tuple[InferenceConfig, SamplingMemory]:
+        """Memory with the encoders, and the config of those that fit into ``memory_gb`` free GB.
+
+        Args:
+            spec: the largest batch, of which ``memory`` is that of the model alone.
+        """
+        assert isinstance(self.cfg, InferenceConfig)
+        free = float("inf") if self.memory_gb is None else self.memory_gb * 1e9
+        return placed(
+            self.cfg,
+            spec,
+            memory.configured,
+            memory.kept.total,
+            memory=FREE_SHARE * free,
+            device=self.device,
         )
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:

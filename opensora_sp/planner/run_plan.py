@@ -19,6 +19,7 @@ from .batches import BatchSpec, batches_by_name, buckets_of
 from .communicators import Communicators, communicators_of
 from .least_ranks import ranks_of_bucket
 from .run_estimator import DEFAULT_MEMORY, Memory, RunEstimator
+from .sampling_memory import SamplingMemory
 from .sharing import Sharing, sharing_of
 from .step_time import StepTime
 from .traffic import Traffic, tokens_changing_rank
@@ -31,7 +32,8 @@ class BatchEstimate:
     ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
     strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
     ``time`` is predicted for training in 16 bits on a GPU that was named, ``attention`` are the
-    kernels on that GPU. Among several buckets there is neither a comparison nor advice.
+    kernels on that GPU. ``sampling`` is the memory with the encoders. Among several
+    buckets there is neither a comparison nor advice.
     """
 
     bucket: BatchSpec
@@ -45,6 +47,7 @@ class BatchEstimate:
     time: StepTime | None
     attention: Kernels | None
     advice: list[str]
+    sampling: SamplingMemory | None = None
 
 
 class BatchOnRanks(NamedTuple):
@@ -99,6 +102,9 @@ class Plan:
 
             if bucket.time is not None:
                 shown["time"]["is_launch_bound"] = bucket.time.is_launch_bound
+
+            if bucket.sampling is not None:
+                shown["sampling"]["peak"] = bucket.sampling.peak
 
             shown["traffic"].update(mean=bucket.traffic.mean, busiest=bucket.traffic.busiest)
             for name, sent in bucket.compared.items():
@@ -258,6 +264,7 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int, *, brief: bool) 
         time=run.time(latents, memory.levels, ranks),
         attention=run.attention(latents),
         advice=advice,
+        sampling=None if run.training else run.sampling_memory(bucket, memory)[1],
     )
 
 

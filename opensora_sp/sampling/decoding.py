@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.data import to_frames
-from opensora_sp.encoders import Piece, independent_pieces
-from opensora_sp.encoders.base import chunks
+from opensora_sp.encoders import Piece, decoded_pieces
 from opensora_sp.parallel import SequenceMesh
 
 Frames = Iterator[tuple[int, np.ndarray]]
@@ -86,19 +85,6 @@ def collected(frames: Frames, count: int) -> list[np.ndarray]:
 def writer_of(video: int, mesh: SequenceMesh) -> int:
     """The rank of the SP group that writes the ``video``-th of a batch."""
     return video % mesh.sp_size
-
-
-def decoded_pieces(vae: Any, num_frames: int, latent_frames: int) -> list[Piece]:
-    """The pieces of a clip that are decoded by one call each.
-
-    Frames that stand alone are decoded in batches of the autoencoder's ``micro_batch_size`` (None:
-    all).
-    """
-    pieces = independent_pieces(vae, num_frames=num_frames, latent_frames=latent_frames)
-    if getattr(vae, "chunk_frames", None) != 1:
-        return pieces
-    size = getattr(vae, "micro_batch_size", 1) or num_frames
-    return [Piece(frames, frames) for frames in chunks(num_frames, size)]
 
 
 def frames_of(vae: Any, latent_frames: int, num_frames: int, size: tuple[int, int]) -> int:

@@ -17,7 +17,7 @@ from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.diffusion import ConditioningFrames, predictions_per_step, unguided
+from opensora_sp.diffusion import ConditioningFrames, EditStep, predictions_per_step, unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
 from opensora_sp.models.compile import reporting_compilation
@@ -77,6 +77,7 @@ class Pipeline:
         conditioning_frames: ConditioningFrames | None = None,
         loop: int = 0,
         on_step: Callable[[], object] | None = None,
+        edit_step: EditStep | None = None,
     ) -> Tensor:
         """Sample latents ``[B, c, f, h, w]``. Collective in the SP group.
 
@@ -86,6 +87,7 @@ class Pipeline:
             conditioning_frames: what the model takes beside its input (Open-Sora 1.3).
             loop: which part of a looped video this is.
             on_step: called after each sampling step.
+            edit_step: may replace the latents after each step of rectified flow.
 
         Raises:
             ValueError: if the latents are not finite.
@@ -110,13 +112,15 @@ class Pipeline:
         copies = self._copies(conditioning_frames)
         text = text or self.encode(batch, loop, copies=copies)
         predict = self._prediction(text, numbers, copies, conditioning_frames)
+        # Not every process takes these.
+        special: dict[str, Any] = dict(conditioning_frames=conditioning_frames, edit_step=edit_step)
         latents = self.flow.sample(
             # Each step is a context of its own; the first one of a shape compiles.
             reporting_compilation("sampling")(predict),
             z,
             geometry=geometry,
             frame_levels=levels,
-            **({} if conditioning_frames is None else {"conditioning_frames": conditioning_frames}),
+            **{name: value for name, value in special.items() if value is not None},
             draw_noise=lambda k: noise("sample_draw", k),
             on_step=on_step,
         )
@@ -233,7 +237,11 @@ class Pipeline:
         return PlacedReferences(latents, prompt.insertions)
 
     def looped(
-        self, batch: Sequence[Request], *, on_step: Callable[[], object] | None = None
+        self,
+        batch: Sequence[Request],
+        *,
+        on_step: Callable[[], object] | None = None,
+        edit_step: EditStep | None = None,
     ) -> list[Tensor]:
         """Latents ``[B, c, f, h, w]`` of each loop. Collective in the SP group.
 
@@ -271,6 +279,7 @@ class Pipeline:
                     conditioning_frames=conditioning_frames,
                     loop=loop,
                     on_step=on_step,
+                    edit_step=edit_step,
                 )
             )
         return parts

@@ -57,6 +57,7 @@ from opensora_sp.runtime.host_checks import use_device
 from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path
 from .pipeline import Pipeline
+from .placement import free_memory, place_encoders
 from .process_groups import choose_groups
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
@@ -159,11 +160,21 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
 
 
 def build_pipeline(
-    cfg: InferenceConfig, weights: Path, mesh: SequenceMesh, device: torch.device
+    cfg: InferenceConfig,
+    weights: Path,
+    mesh: SequenceMesh,
+    device: torch.device,
+    *,
+    placed: InferenceConfig | None = None,
 ) -> Pipeline:
-    """The model with its weights, parallelized over the mesh, and the encoders."""
-    vae = build_component(cfg.vae, LATENT_ENCODERS).to(device)
-    text_encoder = build_component(cfg.text_encoder, TEXT_ENCODERS).to(device)
+    """The model with its weights, parallelized over the mesh, and the encoders.
+
+    Args:
+        placed: the config of the encoders, where some of their weights wait on the host.
+    """
+    encoders = placed or cfg
+    vae = build_component(encoders.vae, LATENT_ENCODERS).to(device)
+    text_encoder = build_component(encoders.text_encoder, TEXT_ENCODERS).to(device)
     adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
     model = load_model(
         cfg, weights, mesh, device, vae, text_encoder, ema=cfg.use_ema, adapters=adapters
@@ -232,7 +243,10 @@ def _sample_all(
     logger.info(groups.why)
     mesh = SequenceMesh(groups.sp_size)
     batches = groups.batches[mesh.dp_rank]
-    pipeline = build_pipeline(cfg, weights, mesh, device)
+    placed = None
+    if device.type == "cuda":
+        placed = place_encoders(cfg, groups, free_memory(device))
+    pipeline = build_pipeline(cfg, weights, mesh, device, placed=placed)
     if mesh.rank == 0:
         pipeline.warn_of_truncation(requests)
 

@@ -21,6 +21,7 @@ PACKAGES = (
     "planner",
     "training",
     "sampling",
+    "integrations.diffusers",
     "device_verification",
     "runtime",
     "runtime.doctor.device",

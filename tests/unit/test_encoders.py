@@ -32,6 +32,7 @@ from opensora_sp.encoders import (
     Piece,
     T5TextEncoder,
     TextEncoder,
+    decoded_pieces,
     independent_pieces,
     loading,
     planned_latent_size,
@@ -39,7 +40,6 @@ from opensora_sp.encoders import (
 from opensora_sp.encoders.huggingface import clean_caption
 from opensora_sp.models import build_model
 from opensora_sp.sampling import parse, sample
-from opensora_sp.sampling.decoding import decoded_pieces
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 

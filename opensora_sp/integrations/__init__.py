@@ -1,0 +1,1 @@
+"""Models and samplers of this package under the interfaces of other libraries."""

@@ -1,0 +1,7 @@
+"""A pipeline and a scheduler for diffusers, which is imported with this package and not before."""
+
+from .folder import write_pipeline
+from .pipeline import OpenSoraPipeline, OpenSoraPipelineOutput
+from .scheduler import OpenSoraScheduler
+
+__all__ = ["OpenSoraPipeline", "OpenSoraPipelineOutput", "OpenSoraScheduler", "write_pipeline"]
