@@ -14,6 +14,7 @@ from typing import Any
 from opensora_sp.console import add_allow_pickle, log_to_terminal
 
 HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
+EXAMPLE = "opensora-sp convert outputs/first weights/first --ema"
 # Options that change weights or need to know the model.
 OF_MODELS = ("model", "options", "ema", "dtype", "input_size", "text_length", "drop_sigma")
 
