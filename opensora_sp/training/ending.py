@@ -128,8 +128,8 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))
 
     write_sampling_config(cfg, run_dir)
-    config = str(run_dir / SAMPLING)
-    command = ["opensora-sp", "sample", config, "--ckpt", str(run_dir), "--prompt", "TEXT"]
+    script = ["opensora-sp", "sample", str(run_dir / SAMPLING)]
+    command = [*script, "--ckpt", str(run_dir), "--prompt", "TEXT"]
     logger.info("sample from it: %s", shlex.join(command))
 
 

@@ -249,7 +249,7 @@ CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs
         ),
         (
             ["dataset.path={folder}"],
-            r"without index.json; expected a finished feature cache; run scripts",
+            r"without index.json; expected a finished feature cache; run opensora-sp",
         ),
     ],
 )

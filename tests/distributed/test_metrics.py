@@ -207,6 +207,9 @@ class StandIn:
     def log(self, values: dict[str, float]) -> None:
         self.write(log=values)
 
+    def alert(self, **arguments: str) -> None:
+        self.write(alert=arguments)
+
     def finish(self) -> None:
         self.write(finish=True)
 
@@ -381,7 +384,7 @@ def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
         ValueError,
-        match="got wandb=True, and no package of that name; expected .*; pip install wandb",
+        match=r"got wandb=True, and no package wandb; .*pip install 'opensora-sp\[wandb\]'",
     ):
         preflight(load_train_config(config, [f"outputs={tmp_path}", "wandb=True"]), None)
 

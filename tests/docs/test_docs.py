@@ -127,8 +127,9 @@ def check(words: list[str]) -> None:
         load_train_config(args.config, args.cfg_options)
     elif "scripts/inference.py" in words:
         sampling.parse(after(words, "scripts/inference.py"))
-    elif words[0] == "opensora-sp":
-        args = COMMANDS[words[1]].parser().parse_args(after(words, words[1]))
+    elif words[0] == "opensora-sp" or "opensora_sp.cli" in words:
+        name = words[words.index("opensora_sp.cli") + 1] if words[0] == "torchrun" else words[1]
+        args = COMMANDS[name].parser().parse_args(after(words, name))
         if getattr(args, "config", None) is not None:
             load_either(args.config, args.cfg_options)
     elif words[0] == "make":
