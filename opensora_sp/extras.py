@@ -7,7 +7,9 @@ from importlib.util import find_spec
 
 def is_installed(module: str) -> bool:
     """Whether a module could be imported, without importing it."""
-    return find_spec(module) is not None
+    spec = find_spec(module)
+    # A folder of this name where Python was started, as W&B makes one, has no origin.
+    return spec is not None and spec.origin is not None
 
 
 def check_extra(extra: str, *modules: str, setting: str, instead: str) -> None:

@@ -190,7 +190,7 @@ class StandIn:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.module = types.ModuleType("wandb")
-        self.module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="tests")
         self.module.init = self.init
 
     def write(self, **what: Any) -> None:

@@ -131,7 +131,7 @@ def check(words: list[str]) -> None:
         name = words[words.index("opensora_sp.cli") + 1] if words[0] == "torchrun" else words[1]
         args = COMMANDS[name].parser().parse_args(after(words, name))
         if getattr(args, "config", None) is not None:
-            load_either(args.config, args.cfg_options)
+            load_either(args.config, getattr(args, "cfg_options", []))
     elif words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), words

@@ -20,6 +20,7 @@ from polling import wait_until
 
 from opensora_sp.data import Limits, toy_clip, write_video
 from opensora_sp.encoders.huggingface import check_cleaning
+from opensora_sp.extras import check_extra
 from opensora_sp.training import metrics, stall
 from opensora_sp.training.metrics import Reporter
 from opensora_sp.training.stall import StallMonitor
@@ -201,6 +202,12 @@ def test_what_is_not_installed_is_refused_with_its_extra(
     cleaning = re.escape("got text_encoder.clean_captions=True") + refusal("ftfy")
     with pytest.raises(ValueError, match=cleaning + r" 'opensora-sp\[captions\]'"):
         check_cleaning()
+
+    # A folder is no package.
+    (tmp_path / "no_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="and no package no_package"):
+        check_extra("x", "no_package", setting="", instead="")
 
     # By default, a run goes without.
     check_trackers(config_of(tensorboard="auto"))
