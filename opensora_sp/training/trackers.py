@@ -76,7 +76,7 @@ class TensorBoardTracker:
         # add_hparams would make another run of them, in a folder below.
         shown: dict[str, float | None] = {"loss": None, "validation/loss": None}
         for summary in hparams(flattened(hyperparameters), shown)[:2]:
-            self._writer.file_writer.add_summary(summary, 0)
+            self._add(summary, 0)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -92,6 +92,9 @@ class TensorBoardTracker:
             height=height, width=width, colorspace=3, encoded_image_string=to_gif(frames, fps)
         )
         summary = Summary(value=[Summary.Value(tag=name, image=image)])
+        self._add(summary, step)
+
+    def _add(self, summary: Any, step: int) -> None:
         self._writer.file_writer.add_summary(summary, step)
 
     def alert(self, title: str, text: str, level: Level) -> None:
