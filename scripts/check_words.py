@@ -5,6 +5,7 @@ A search for the standard term must find the right file. Each pattern has the te
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -68,7 +69,9 @@ def findings(file: str) -> list[str]:
 def main() -> int:
     listed = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True)
     suffixes = {".py", ".md", ".toml", ".yml", ".sh", ".html", ".js", ".css", ""}
-    files = [file for file in listed.stdout.splitlines() if Path(file).suffix in suffixes]
+    # Links to folders are listed as well.
+    files = list(filter(os.path.isfile, listed.stdout.splitlines()))
+    files = [file for file in files if Path(file).suffix in suffixes]
 
     found = [finding for file in files for finding in findings(file)]
     print("\n".join(found) if found else f"{len(files)} files use the field's words")

@@ -1,25 +1,11 @@
-"""Sample videos from a checkpoint, on any number of processes; see docs/sampling.md.
+"""Sample videos from a checkpoint, see docs/sampling.md: ``opensora-sp sample`` as a script.
 
 torchrun --nproc_per_node 3 scripts/inference.py CONFIG --ckpt RUN --prompts FILE
 """
 
-from opensora_sp.console import exit_on_interrupt, log_to_terminal, report_errors
-from opensora_sp.launchers import end_with_launchers
+import sys
 
-
-def main() -> None:
-    end_with_launchers()
-    exit_on_interrupt()
-    log_to_terminal()
-
-    from opensora_sp.runtime import raise_on_all_ranks
-    from opensora_sp.sampling import parse, sample
-
-    with report_errors():
-        with raise_on_all_ranks():
-            cfg = parse()
-        sample(cfg)
-
+from opensora_sp.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["sample", *sys.argv[1:]])

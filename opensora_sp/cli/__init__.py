@@ -1,36 +1,96 @@
-"""The command ``opensora-sp``. A subcommand is a module with ``HELP``, ``parser`` and ``run``."""
+"""The command ``opensora-sp``.
+
+A subcommand is a module with ``HELP``, ``EXAMPLE`` (in a folder that ``init`` has written),
+``parser`` and ``run``.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import textwrap
 from collections.abc import Sequence
 
-from opensora_sp.console import report_errors
+from opensora_sp.console import Parser, exit_on_interrupt, log_to_terminal, report_errors
+from opensora_sp.launchers import end_with_launchers
 
-from . import config, convert, doctor, eval, index, plan, report, verify
+from . import (
+    config,
+    convert,
+    doctor,
+    eval,
+    index,
+    init,
+    plan,
+    precompute,
+    report,
+    sample,
+    train,
+    verify,
+)
 
+# The usual path, in its order.
+PATH = {
+    "init": init,
+    "index": index,
+    "precompute": precompute,
+    "train": train,
+    "sample": sample,
+    "eval": eval,
+}
 COMMANDS = {
-    "config": config,
+    **PATH,
     "plan": plan,
     "verify": verify,
-    "index": index,
-    "eval": eval,
+    "config": config,
     "convert": convert,
     "report": report,
     "doctor": doctor,
 }
+# Runs on one process or on several, which a launcher starts.
+RUNS = ("precompute", "train", "sample", "eval")
+DESCRIPTION = f"""\
+Train and sample STDiT video diffusion models with sequence parallelism.
+The usual path: {", ".join(PATH)}; precompute is optional, and the
+other commands are tools.
+On several processes: torchrun --nproc_per_node N -m opensora_sp.cli COMMAND ..."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a subcommand; a user's error is one message, with exit status 2."""
-    parser = argparse.ArgumentParser(
-        prog="opensora-sp", description="Tools around training with sequence parallelism."
-    )
-    subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        options = dict(help=module.HELP, description=module.HELP, add_help=False)
-        subcommands.add_parser(name, parents=[module.parser()], **options)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    name = words[0] if words else ""
+    if name in RUNS:
+        # First of all: nothing that is imported from here on can delay it.
+        end_with_launchers()
+        exit_on_interrupt()
+        log_to_terminal()
 
-    args = parser.parse_args(arguments)
+    args = command_line(name).parse_args(words)
     with report_errors():
         COMMANDS[args.command].run(args)
+
+
+def command_line(chosen: str) -> argparse.ArgumentParser:
+    """The command with all subcommands, of which only the chosen one has its arguments.
+
+    Those of the others are not needed, and may take seconds to import.
+    """
+    command = Parser(
+        prog="opensora-sp",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subcommands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        parents = [module.parser()] if name == chosen else []
+        subcommands.add_parser(
+            name,
+            help=module.HELP,
+            description=textwrap.fill(module.HELP, 90),
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=parents,
+            add_help=name != chosen,
+        )
+    return command

@@ -8,6 +8,7 @@ import sys
 from opensora_sp.console import config_arguments, log_to_terminal
 
 HELP = "check a config and print its resolved values"
+EXAMPLE = "opensora-sp config configs/demo/first.py --explain"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from opensora_sp.models.base import ConditionedModel
 
 HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
+EXAMPLE = "opensora-sp convert outputs/first weights/first --ema"
 # Options that change weights or need to know the model.
 OF_MODELS = (
     "model",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.host_report import Check
 
 HELP = "check this host, or all hosts of a hostfile, and report what would keep a run from starting"
+EXAMPLE = "opensora-sp doctor"
 MIN_WIDTH, MAX_WIDTH = 60, 110
 LABEL_WIDTH = 18
 MARGIN = " " * (7 + LABEL_WIDTH + 1)

@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from opensora_sp.console import Parser, add_allow_pickle, exit_on_interrupt, log_to_terminal
-from opensora_sp.launchers import end_with_launchers
+from opensora_sp.console import Parser, add_allow_pickle
 
 HELP = (
     "measure the held-out loss of a checkpoint by bucket and timestep, on any number of processes"
 )
+EXAMPLE = "opensora-sp eval outputs/first --manifest data/clips.csv"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,10 +64,6 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
-    end_with_launchers()
-    exit_on_interrupt()
-    log_to_terminal()
-
     from opensora_sp.data.atomic import atomic_write, check_writable
     from opensora_sp.evaluation.run import Settings, evaluate
     from opensora_sp.runtime import raise_on_all_ranks

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 HELP = "probe all videos and images of a folder and write the training manifest"
+EXAMPLE = "opensora-sp index data/clips -o data/clips.csv"
 MAX_REPORTED = 20  # unreadable files reported by name
 
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from opensora_sp.data import Limits, find_files, index_files, read_captions, write_manifest
-    from opensora_sp.data.index import check_captions
+    from opensora_sp.data.index import check_captions, relative_entries
     from opensora_sp.data.manifest import check_suffix
 
     check_suffix(args.output)
@@ -80,13 +81,7 @@ def run(args: argparse.Namespace) -> None:
             "videos or images; check them"
         )
 
-    folder = args.output.parent.resolve()
-    # Paths relative to the manifest's folder.
-    entries = [
-        entry._replace(path=Path(os.path.relpath(entry.path.resolve(), folder)))
-        for entry in found.entries
-    ]
-    write_manifest(args.output, entries)
+    write_manifest(args.output, relative_entries(found.entries, args.output))
     sys.stdout.write(
         f"{args.output}: {len(found.entries)} clips, {found.without_caption} of them without a "
         f"caption; {len(found.corrupt)} files cannot be read and were skipped\n"

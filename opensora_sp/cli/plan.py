@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HELP = (
     "estimate how ranks share the batches of a config, what they send, memory, and what to change"
 )
+EXAMPLE = "opensora-sp plan configs/stdit3/train/64x512x512_sp8.py --gpus 8"
 COLUMNS = 100
 MARGIN = 11
 MOMENTS = {"forward": "forward", "backward": "backward", "optimizer step": "step"}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 HELP = "plot loss, speed and memory of finished or running training runs, as PNG and HTML"
+EXAMPLE = "opensora-sp report outputs/first"
 
 
 def parser() -> argparse.ArgumentParser:

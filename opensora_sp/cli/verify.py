@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from opensora_sp.parallel import Verdict
 
 HELP = "compare one small step of a config's model with and without sequence parallelism, on CPU"
+EXAMPLE = "opensora-sp verify configs/demo/first.py"
 SHOWN = 5  # gradients listed without --all
 
 

@@ -18,6 +18,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from opensora_sp.json_reader import MAX_BYTES, read_small_file
+from opensora_sp.shipped import or_shipped
 
 from .draft import Draft, Key, dotted, leaves
 from .findings import raise_together
@@ -38,7 +39,8 @@ def read_config(path: str | Path) -> Draft:
     Raises:
         ValueError: if a file is missing, cannot be run, or contradicts those that it is based on.
     """
-    if not Path(path).is_file():
+    path = or_shipped(path)
+    if not path.is_file():
         raise ValueError(
             f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/"
         )
@@ -49,6 +51,14 @@ def read_config(path: str | Path) -> Draft:
         if not key.startswith("_") and not isinstance(value, NOT_DATA) and value != {}
     }
     return draft
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """A config file and all that it is based on, each once; errors as of ``read_config``."""
+    found = [Path(path)]
+    for base in _bases(str(path), _parsed(str(path))):
+        found += [one for one in files_of(base) if one not in found]
+    return found
 
 
 def _read(path: str, *, within: tuple[str, ...]) -> Draft:

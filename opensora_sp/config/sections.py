@@ -48,7 +48,7 @@ class Dataset(Strict):
     """CSV, JSONL or Parquet file with the columns path,text; not for CachedFeatures."""
 
     path: str | None = None
-    """Folder written by scripts/precompute.py, for CachedFeatures."""
+    """Folder written by opensora-sp precompute, for CachedFeatures."""
 
     frame_interval: int = Field(1, ge=1)
     """Every n-th frame of a file is used."""

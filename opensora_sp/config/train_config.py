@@ -168,6 +168,9 @@ class TrainConfig(Common):
     validation: Validation | None = None
     """Sampling and held-out loss during training; None is off."""
 
+    tensorboard: bool | Literal["auto"] = "auto"
+    """Write TensorBoard's files; "auto": where it is installed."""
+
     wandb: bool = False
     """Also log to Weights & Biases."""
 

@@ -84,7 +84,7 @@ class Shard:
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
-                "cache; remove it and run scripts/precompute.py again"
+                "cache; remove it and run opensora-sp precompute again"
             ) from None
         return cls(path, fps, texts, corrupt, header.get("made_of", {}), has_checksums)
 
@@ -184,7 +184,7 @@ def damaged_record(path: Path, name: str, reason: str) -> DamagedRecordError:
     """The error of a record that is not the one that was written."""
     return DamagedRecordError(
         f"got the record {name!r} of {str(path)!r}, which is damaged ({reason}); expected what was "
-        "written; remove this file and run scripts/precompute.py again, which encodes its clips "
+        "written; remove this file and run opensora-sp precompute again, which encodes its clips "
         "anew"
     )
 
@@ -283,13 +283,13 @@ def read_index(folder: Path) -> dict[str, Any]:
     if not (folder / INDEX).is_file():
         raise ValueError(
             f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
-            f"run scripts/precompute.py CONFIG -o {folder}, which resumes where it was interrupted"
+            f"run opensora-sp precompute CONFIG -o {folder}, which resumes where it was interrupted"
         )
     index = read_sealed(folder, INDEX)
     if index.get("format") != FORMAT:
         raise ValueError(
             f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected "
-            f"format {FORMAT}; make it again with scripts/precompute.py"
+            f"format {FORMAT}; make it again with opensora-sp precompute"
         )
     try:
         check_files(folder, [MANIFEST, *index["shards"]])
@@ -320,7 +320,7 @@ def damaged_index(folder: Path, reason: str, name: str = INDEX) -> ValueError:
     """The error of an index, or another JSON file, that is not what was written."""
     return ValueError(
         f"got the feature cache {str(folder)!r} with a damaged {name} ({reason}); expected what "
-        f"was written; remove {name} and run scripts/precompute.py again, which makes it from the "
+        f"was written; remove {name} and run opensora-sp precompute again, which makes it from the "
         "shards"
     )
 
@@ -346,8 +346,8 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     if absent:
         raise ValueError(
             f"got the feature cache {str(folder)!r} without {len(absent)} of its files (the first "
-            f"is {absent[0]!r}); expected all of them; copy the rest, or run scripts/precompute.py "
-            "again, which encodes their clips anew"
+            f"is {absent[0]!r}); expected all of them; copy the rest, or run opensora-sp "
+            "precompute again, which encodes their clips anew"
         )
 
 

@@ -114,6 +114,15 @@ def index_files(
     return Index(entries, corrupt)
 
 
+def relative_entries(entries: list[Entry], manifest: Path) -> list[Entry]:
+    """The lines with paths relative to the folder of the manifest that they are written to."""
+    folder = manifest.parent.resolve()
+    return [
+        entry._replace(path=Path(os.path.relpath(entry.path.resolve(), folder)))
+        for entry in entries
+    ]
+
+
 def _captioned(entry: Entry, captions: dict[Path, str]) -> Entry | CorruptSample:
     try:
         text = captions.get(entry.path.resolve()) or sidecar_caption(entry.path)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from opensora_sp.console import RANK_LOCAL
 from opensora_sp.dtypes import DTYPES
+from opensora_sp.extras import check_extra
 from opensora_sp.transfer import to_device
 
 from .base import check_latent_frames
@@ -268,7 +269,7 @@ class T5TextEncoder(FrozenEncoder):
         offload: keep the weights on the CPU between calls; "layers" copies one layer at a time.
 
     Raises:
-        ValueError: if it cannot be loaded.
+        ValueError: if it cannot be loaded, or packages to clean captions are not installed.
     """
 
     def __init__(
@@ -280,6 +281,8 @@ class T5TextEncoder(FrozenEncoder):
         offload: Offload = False,
     ) -> None:
         super().__init__(offload=offload)
+        if clean_captions:
+            check_cleaning()
         self._build(
             PretrainedFiles(from_pretrained, "text_encoder"),
             from_pretrained=from_pretrained,
@@ -433,6 +436,16 @@ def check_t5_weights(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> N
             raise ValueError(
                 f"{name} has shape {[*shapes[name]]}, and {[*shape]} by its config.json"
             )
+
+
+def check_cleaning() -> None:
+    """Raise ValueError unless the packages that ``clean_caption`` needs are installed."""
+    check_extra(
+        "captions",
+        *("bs4", "ftfy"),
+        setting="text_encoder.clean_captions=True",
+        instead="set it to False, which keeps captions as they are",
+    )
 
 
 def clean_caption(text: str) -> str:

@@ -119,7 +119,7 @@ def check_made_of(found: dict[str, Any], wanted: dict[str, Any], folder: str) ->
         raise ValueError(
             f"got {', '.join(differing)} with the feature cache {folder!r}; expected what it was "
             f"made with; change the config back{hint}, or make another cache of it: "
-            "scripts/precompute.py CONFIG -o FOLDER"
+            "opensora-sp precompute CONFIG -o FOLDER"
         )
 
 
@@ -149,7 +149,7 @@ def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> N
     raise ValueError(
         f"got {asked} and max_steps {cfg.max_steps}, for which the feature cache {folder!r} lacks "
         f"{lacks}; expected all clips of the run, where it has some of the shapes {known}; run "
-        f"scripts/precompute.py with this config -o {dataset.folder}, which adds them"
+        f"opensora-sp precompute with this config -o {dataset.folder}, which adds them"
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line of ``scripts/inference.py``."""
+"""The command line of ``opensora-sp sample``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
     Raises:
         ValueError: for anything that is missing, unknown or does not fit.
     """
-    args = vars(parser().parse_args(argv))
+    return config_of(parser().parse_args(argv))
+
+
+def config_of(arguments: argparse.Namespace) -> InferenceConfig:
+    """The checked config of parsed arguments; see ``parse``."""
+    args = vars(arguments)
     keys = (*OPTIONS, "format", "skip_existing")
     values = {key: args[key] for key in keys if args[key] is not None}
     if args["lora"]:
@@ -69,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> InferenceConfig:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of ``scripts/inference.py``."""
+    """The arguments of ``opensora-sp sample``."""
     parser = config_arguments("Sample videos or images; each has a contact sheet and a JSON file.")
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable"

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from opensora_sp.config import PromptOptions, explain
 from opensora_sp.json_reader import read_small_file
+from opensora_sp.shipped import or_shipped
 
 # Windows editors begin UTF-8 with a byte order mark, which is not part of the first prompt.
 ENCODING = "utf-8-sig"
@@ -29,7 +30,7 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
         ValueError: if the file is missing, of another kind, without prompts, has invalid values, or
             has more than ``MAX_BYTES`` or ``MAX_PROMPTS``.
     """
-    path = Path(path)
+    path = or_shipped(path)
     if not path.is_file():
         raise ValueError(
             f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the "

@@ -53,7 +53,7 @@ def command_to_resume() -> str:
 
     What the run has accepted as new data is that of its own checkpoints.
     """
-    command = _command_of_launcher() or ["python", *sys.argv]
+    command = _command_of_launcher() or _own_command()
     kept = []
     is_value = False
     for part in command:
@@ -83,6 +83,16 @@ def _command_of_launcher() -> list[str]:
             return [program, *parts[2:]]
         return ["python", *parts[1:]]
     return parts
+
+
+def _own_command() -> list[str]:
+    """The command line of this process, without a launcher."""
+    program, *arguments = sys.argv
+    if Path(program).name == "opensora-sp":
+        return ["opensora-sp", *arguments]
+    if Path(program).parts[-2:] == ("cli", "__main__.py"):
+        return ["python", "-m", "opensora_sp.cli", *arguments]
+    return ["python", *sys.argv]
 
 
 def advice_for_long_steps(seconds_per_step: float, grace_time: float) -> str | None:
@@ -118,7 +128,7 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))
 
     write_sampling_config(cfg, run_dir)
-    script = ["python", "scripts/inference.py", str(run_dir / SAMPLING)]
+    script = ["opensora-sp", "sample", str(run_dir / SAMPLING)]
     weights = ["--ckpt", str(run_dir)]
     if cfg.lora is not None:
         assert cfg.load is not None

@@ -1,4 +1,4 @@
-"""Metrics of a run: the log, ``metrics.jsonl``, TensorBoard, W&B, and ``loss.png``.
+"""Metrics of a run: the log, ``metrics.jsonl``, ``loss.png``, and the trackers.
 
 None of them ends a run. What cannot be written is logged once, and the run continues without it.
 """
@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import errno
 import gc
-import io
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from opensora_sp.checkpoint import FileSystem
 from opensora_sp.config import TrainConfig
 from opensora_sp.console import LOGGER, add_log_handler
-from opensora_sp.data import read_frames
 from opensora_sp.json_reader import parse_json, read_json
 
 from .bucket_shares import describe_shares
-from .wandb_run import WandbRun
+from .stall import StallMonitor
+from .trackers import Level, TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
 
 logger = logging.getLogger(__name__)
 # Fraction of the run that the running mean in loss.png covers.
@@ -71,7 +69,6 @@ class Reporter:
         self, run_dir: Path, cfg: TrainConfig, *, enabled: bool, start: int, session: dict[str, Any]
     ) -> None:
         self.enabled, self.run_dir, self.stop = enabled, run_dir, cfg.max_steps
-        self._limits = cfg.limits
         self.outputs = OptionalOutputs()
         self.last: dict[str, float | None] = {}
         if not enabled:
@@ -89,8 +86,12 @@ class Reporter:
             entry = {"step": start, "stop": self.stop, "began": began, **session}
             append_line(run_dir / "sessions.jsonl", entry)
 
+        lines = read_metrics(run_dir)
+        self._skipped = lines[-1].get("skipped_steps", 0) if lines else 0
         self._closing = ExitStack()
-        self._open_curves(cfg, start)
+        self._trackers: dict[str, Tracker] = {}
+        self._open_trackers(cfg, start, session)
+        self._stall = self._closing.enter_context(closing(StallMonitor(self._report_stall)))
         # disable=None: no bar unless this is a terminal.
         bar = tqdm(
             total=self.stop,
@@ -103,29 +104,34 @@ class Reporter:
         self._bar = self._closing.enter_context(bar)
         self._closing.enter_context(logging_redirect_tqdm([LOGGER]))
 
-    def _open_curves(self, cfg: TrainConfig, start: int) -> None:
-        """Open TensorBoard and, if it is configured, W&B; None where that fails."""
-        self._board: Any = None
-        self._wandb: WandbRun | None = None
-        with self.outputs.of("TensorBoard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start + 1)
-            self._close_later("TensorBoard", board)
-            self._board = board
+    def _open_trackers(self, cfg: TrainConfig, start: int, session: dict[str, Any]) -> None:
+        """Open the configured trackers, except those where that fails."""
+        hyperparameters = {**cfg.model_dump(mode="json"), "session": session}
+        openers: dict[str, Callable[[], Tracker]] = {}
+        if wants_tensorboard(cfg):
+            openers["TensorBoard"] = lambda: TensorBoardTracker(
+                self.run_dir, hyperparameters, start=start, limits=cfg.limits
+            )
+        elif cfg.tensorboard:
+            LOGGER.info(
+                "TensorBoard is not installed, and gets nothing of this run; to see its curves "
+                "there: pip install 'opensora-sp[tensorboard]'"
+            )
         if cfg.wandb:
-            with self.outputs.of("W&B"):
-                self._wandb = WandbRun(self.run_dir, cfg.model_dump(mode="json"))
-                self._close_later("W&B", self._wandb)
+            openers["W&B"] = lambda: WandbTracker(self.run_dir, hyperparameters)
 
-    def _close_later(self, output: str, opened: Any) -> None:
-        self._closing.enter_context(self.outputs.of(output))
-        self._closing.enter_context(closing(opened))
+        for name, opened in openers.items():
+            with self.outputs.of(name):
+                tracker = opened()
+                self._closing.enter_context(self.outputs.of(name))
+                self._closing.enter_context(closing(tracker))
+                self._trackers[name] = tracker
 
     def step(self, step: int) -> None:
         """Move the progress bar to this step."""
         if self.enabled:
             self._bar.update(step - self._bar.n)
+            self._stall.step()
 
     def log(
         self, step: int, values: dict[str, float | None], peak_tflops: float | None = None
@@ -137,20 +143,61 @@ class Reporter:
         with self.outputs.of("metrics.jsonl"):
             append_line(self.run_dir / "metrics.jsonl", {"step": step, **values})
         self._draw(step, values)
+        self._report_skipped(step, values)
         LOGGER.info("%s", log_line(step, self.stop, values, peak_tflops))
         if any(name.startswith("share/") for name in values):
             LOGGER.info("step %d/%d | %s", step, self.stop, describe_shares(values))
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
-        """Add the numbers to the curves of TensorBoard and W&B."""
+        """Add the numbers to the curves of the trackers."""
         known = {name: value for name, value in values.items() if value is not None}
-        if self._board is not None:
-            with self.outputs.of("TensorBoard"):
-                for name, value in known.items():
-                    self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            with self.outputs.of("W&B"):
-                self._wandb.log(step, known)
+        self._on_trackers(lambda tracker: tracker.scalars(step, known))
+
+    def _on_trackers(self, do: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
+            with self.outputs.of(name):
+                do(tracker)
+
+    def _alert(self, title: str, text: str, level: Level) -> None:
+        text = f"{self.run_dir}: {text}"
+        self._on_trackers(lambda tracker: tracker.alert(title, text, level))
+
+    def _report_skipped(self, step: int, values: dict[str, float | None]) -> None:
+        """Alert where steps were skipped since the line before."""
+        skipped = values.get("skipped_steps") or 0
+        if skipped > self._skipped:
+            count = f"{skipped - self._skipped:g} of the steps up to {step} were skipped"
+            self._alert("NaN", f"{count}: the loss or a gradient is not finite", "WARN")
+        self._skipped = skipped
+
+    def _report_stall(self, seconds: float) -> None:
+        LOGGER.warning("no step has ended for %s", format_time(seconds))
+        self._alert("stalled", f"no step has ended for {format_time(seconds)}", "WARN")
+
+    def end(self, step: int, stop_reason: str | None) -> None:
+        """Report the end of a run, finished or asked to stop, and close all outputs."""
+        if not self.enabled:
+            return
+        if stop_reason is None:
+            loss = self.last.get("loss")
+            last = "no finite loss" if loss is None else f"last loss {loss:.4f}"
+            self._alert("finished", f"{step} of {self.stop} steps, {last}", "INFO")
+        else:
+            text = f"after step {step} of {self.stop}, with a checkpoint ({stop_reason})"
+            self._alert("stopped", text, "WARN")
+        self.close()
+
+    @contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Inside, an error is reported by the trackers as well, and raised."""
+        try:
+            yield
+        except BaseException as error:
+            if self.enabled:
+                # W&B is not closed, which could delay the other ranks: it closes itself at exit.
+                self._alert("failed", f"{type(error).__name__}: {error}", "ERROR")
+                self._stall.close()
+            raise
 
     def close(self) -> None:
         """Close all outputs, and draw ``loss.png``."""
@@ -174,14 +221,13 @@ class Reporter:
                 curves[f"validation/loss of bin {number} of {len(losses)}"] = loss
             self._draw(step, curves)
 
-        if self._board is None:
-            return
-        with self.outputs.of("TensorBoard"):
-            for described in sorted(folder.glob("*.json")):
-                facts = read_json(described)
-                file = described.with_suffix("." + facts["format"])
-                frames = read_frames(file, limits=self._limits)
-                _show(self._board, described.stem, frames, facts["fps"], step)
+        for described in sorted(folder.glob("*.json")):
+            facts = read_json(described)
+            file = described.with_suffix("." + facts["format"])
+            self._show(step, f"{folder.parent.name}/{described.stem}", file, facts["fps"])
+
+    def _show(self, step: int, name: str, file: Path, fps: float) -> None:
+        self._on_trackers(lambda tracker: tracker.video(step, name, file, fps))
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
@@ -209,22 +255,6 @@ def drop_after(step: float, path: Path) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step]
         data = "".join(json.dumps(line) + "\n" for line in kept)
         FileSystem().write_file(path, data.encode())
-
-
-def _show(board: Any, name: str, frames: np.ndarray, fps: float, step: int) -> None:
-    """Add frames to TensorBoard as a GIF; its own ``add_video`` would need moviepy for that."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    images = [Image.fromarray(frame) for frame in frames]
-    gif, duration = io.BytesIO(), round(1000 / fps)
-    images[0].save(gif, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
-
-    height, width = frames.shape[1:3]
-    image = Summary.Image(
-        height=height, width=width, colorspace=3, encoded_image_string=gif.getvalue()
-    )
-    summary = Summary(value=[Summary.Value(tag=f"validation/{name}", image=image)])
-    board.file_writer.add_summary(summary, step)
 
 
 def log_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | None) -> str:

@@ -38,8 +38,8 @@ from .freeze import check_trained
 from .optimizer import check_optimizer, check_same_state
 from .profiling import Steps
 from .resuming import find_checkpoint
+from .trackers import check_trackers
 from .validation import heldout_clips, preflight_validation
-from .wandb_run import check_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def preflight(
     preflight_validation(cfg)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)
-    check_wandb(cfg.wandb)
+    check_trackers(cfg)
 
     if resume is None and had_checkpoints(Path(cfg.outputs)):
         raise ValueError(

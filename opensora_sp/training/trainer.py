@@ -155,11 +155,19 @@ class Trainer:
         rank was asked to stop, the run ends with the current step or the next one, and with a
         checkpoint. Returns whether ``max_steps`` was reached.
         """
-        cfg, is_main = self.cfg, dist.get_rank() == 0
         log_setup(self, run_dir)
+        is_main = dist.get_rank() == 0
         reporter = Reporter(
-            run_dir, cfg, enabled=is_main, start=self.start, session=session_of(self)
+            run_dir, self.cfg, enabled=is_main, start=self.start, session=session_of(self)
         )
+        with reporter.reporting_failure():
+            return self._run_steps(run_dir, reporter, traced, watch)
+
+    def _run_steps(
+        self, run_dir: Path, reporter: Reporter, traced: Steps | None, watch: Watchdog | None
+    ) -> bool:
+        """The loop of ``train``, and the end of the run."""
+        cfg, is_main = self.cfg, dist.get_rank() == 0
         profiler, counter = StepProfiler(self.module, run_dir, traced), CommLedger()
         # The launcher, whose command line this is, may have ended when the run stops.
         command = command_to_resume()
@@ -194,11 +202,11 @@ class Trainer:
 
         self.loader.close()
         self.checkpoints.wait()
-        reporter.close()
+        reason = watch.why_to_stop() if stopped and watch is not None else None
+        reporter.end(done, reason)
         if stopped:
-            assert watch is not None
             message = "stopped after step %d of %d (%s), with a checkpoint; resume with: %s"
-            logger.info(message, done, cfg.max_steps, watch.why_to_stop(), command)
+            logger.info(message, done, cfg.max_steps, reason, command)
         else:
             with reporter.outputs.of("summary.json"):
                 write_summary(self, run_dir, counter)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import runpy
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 from opensora_sp.cli import COMMANDS
-from opensora_sp.sampling.command import parser as inference_parser
 
-ROOT = Path(__file__).parent.parent.parent
 INTRODUCTION = """\
 # Command line
 
 Generated from the argument parsers; `--help` prints the same. Exit status: 0 is success, 2 a user
 error with a message of one sentence, 1 any other failure.
+
+`precompute`, `train`, `sample` and `eval` run on one process or on several, which a launcher
+starts: `torchrun --nproc_per_node N -m opensora_sp.cli COMMAND ...`. In the repository,
+`scripts/precompute.py`, `scripts/train.py` and `scripts/inference.py` are the first three. The
+examples run in a folder that `opensora-sp init` has written.
 """
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """(command, its parser) of all commands and scripts."""
-    yield "scripts/train.py", runpy.run_path(str(ROOT / "scripts" / "train.py"))["parser"]()
-    yield "scripts/inference.py", inference_parser()
+    """(command, its parser) of all commands."""
     for name, module in COMMANDS.items():
         yield f"opensora-sp {name}", module.parser()
 
@@ -34,7 +33,7 @@ def page() -> str:
 
 
 def section(name: str, parser: argparse.ArgumentParser) -> str:
-    """The description, usage and arguments of a command."""
+    """The description, usage, example and arguments of a command."""
     parser.prog = name
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=88)
     rows = []
@@ -45,7 +44,9 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
 
     usage = textwrap.dedent(" " * 7 + parser.format_usage().removeprefix("usage: ")).rstrip()
     table = "\n".join(["| argument | meaning |", "| --- | --- |", *rows])
-    return f"## {name}\n\n{_sentence(parser.description)}\n\n```text\n{usage}\n```\n\n{table}\n"
+    example = COMMANDS[name.split()[-1]].EXAMPLE
+    blocks = f"```text\n{usage}\n```\n\nExample:\n\n```bash\n{example}\n```"
+    return f"## {name}\n\n{_sentence(parser.description)}\n\n{blocks}\n\n{table}\n"
 
 
 def _sentence(text: str | None) -> str:

@@ -249,7 +249,7 @@ CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs
         ),
         (
             ["dataset.path={folder}"],
-            r"without index.json; expected a finished feature cache; run scripts",
+            r"without index.json; expected a finished feature cache; run opensora-sp",
         ),
     ],
 )
@@ -368,7 +368,7 @@ def test_what_was_damaged_is_made_again(folder: Path, tmp_path: Path) -> None:
     whole = CachedFeatures(str(folder / "cache"))
     removed = "shard-000001.safetensors"
     (cache / removed).unlink()
-    with pytest.raises(ValueError, match="without 1 of its files .*run scripts/precompute.py"):
+    with pytest.raises(ValueError, match="without 1 of its files .*run opensora-sp precompute"):
         CachedFeatures(str(cache))
 
     (cache / "index.json").unlink()

@@ -190,7 +190,7 @@ class StandIn:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.module = types.ModuleType("wandb")
-        self.module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="tests")
         self.module.init = self.init
 
     def write(self, **what: Any) -> None:
@@ -206,6 +206,9 @@ class StandIn:
 
     def log(self, values: dict[str, float]) -> None:
         self.write(log=values)
+
+    def alert(self, **arguments: str) -> None:
+        self.write(alert=arguments)
 
     def finish(self) -> None:
         self.write(finish=True)
@@ -381,7 +384,7 @@ def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
         ValueError,
-        match="got wandb=True, and no package of that name; expected .*; pip install wandb",
+        match=r"got wandb=True, and no package wandb; .*pip install 'opensora-sp\[wandb\]'",
     ):
         preflight(load_train_config(config, [f"outputs={tmp_path}", "wandb=True"]), None)
 

@@ -712,11 +712,10 @@ def test_the_scripts_pass_the_leave_to_read_pickles_on(
         SAMPLE if script == "inference" else TRAIN.format(manifest="none.csv")
     )
     started: list[Any] = []
-    main = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["main"]
     monkeypatch.setattr(f"opensora_sp.{runs}", lambda cfg, **_: started.append(cfg.allow_pickle))
     for flag in ([], ["--allow-pickle"]):
         monkeypatch.setattr("sys.argv", [script, str(tmp_path / "config.py"), *flag])
-        main()
+        runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
     assert started == [False, True]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -120,19 +119,19 @@ def after(words: list[str], script: str) -> list[str]:
 
 def check(words: list[str]) -> None:
     """Parse a command of ours, and load its config; others are left to bash."""
-    train = runpy.run_path(str(ROOT / "scripts/train.py"))["parser"]()
     ours = [word for word in words if re.fullmatch(r"(scripts|benchmarks)/\w+\.py", word)]
     assert all((ROOT / script).is_file() for script in ours), words
 
     if "scripts/train.py" in words:
-        args = train.parse_args(after(words, "scripts/train.py"))
+        args = COMMANDS["train"].parser().parse_args(after(words, "scripts/train.py"))
         load_train_config(args.config, args.cfg_options)
     elif "scripts/inference.py" in words:
         sampling.parse(after(words, "scripts/inference.py"))
-    elif words[0] == "opensora-sp":
-        args = COMMANDS[words[1]].parser().parse_args(after(words, words[1]))
+    elif words[0] == "opensora-sp" or "opensora_sp.cli" in words:
+        name = words[words.index("opensora_sp.cli") + 1] if words[0] == "torchrun" else words[1]
+        args = COMMANDS[name].parser().parse_args(after(words, name))
         if getattr(args, "config", None) is not None:
-            load_either(args.config, args.cfg_options)
+            load_either(args.config, getattr(args, "cfg_options", []))
     elif words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), words
@@ -171,9 +170,7 @@ def test_runs_of_runnable_blocks_would_start(
     (tmp_path / "outputs" / "short" / "model.safetensors").unlink()
     for words in trainings:
         monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
-        args = runpy.run_path(str(ROOT / "scripts/train.py"))["parser"]().parse_args(
-            after(words, "scripts/train.py")
-        )
+        args = COMMANDS["train"].parser().parse_args(after(words, "scripts/train.py"))
         preflight_training(load_train_config(args.config, args.cfg_options), None)
 
 

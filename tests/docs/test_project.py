@@ -92,6 +92,35 @@ def test_issue_forms_ask_for_what_reproduces() -> None:
     assert required["doctor"] == "opensora-sp doctor" and "config" in required["command"]
 
 
+def test_workflows_run_ci_and_publish_without_a_stored_token() -> None:
+    """``make lint-workflows`` checks the rest."""
+    folder = ROOT / ".github/workflows"
+    flows = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
+    assert {"ci", "docs", "release"} == flows.keys()
+    assert {"run": ".ci/run"} in flows["ci"]["jobs"]["run"]["steps"]
+    assert {"run": "make docs"} in flows["docs"]["jobs"]["build"]["steps"]
+
+    publish = flows["release"]["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build"
+    texts = [path.read_text() for path in folder.glob("*.yml")]
+    assert not any("secrets." in text for text in texts)
+    assert all(flow["permissions"] == {"contents": "read"} for flow in flows.values())
+
+    lint = ("make lint", "make lint-workflows")
+    assert set(lint) <= set((ROOT / ".ci/run").read_text().splitlines())
+    assert "hadolint Dockerfile" in commands_of_lint()
+
+
+def test_the_image_gets_all_that_the_package_is_built_from() -> None:
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    sources = " ".join(copied).split()
+    # Of which tests/e2e/test_install.py builds it.
+    wanted = {"opensora_sp", "configs", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    assert set(sources) == wanted
+    context = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in wanted} <= set(context) and context[0] == "*"
+
+
 def test_contributing_names_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`((?:tests|benchmarks|opensora_sp|\.ci|docs)/[\w./]*)`", text)

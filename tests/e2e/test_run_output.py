@@ -9,9 +9,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TRAIN, run, write_toy_set
+from runs import TRAIN, run, write_toy_set
 
-from opensora_sp import error_file
+from opensora_sp import cli, error_file
 from opensora_sp.console import report_errors
 from opensora_sp.error_file import write_error_file
 from opensora_sp.training.ending import advice_for_long_steps
@@ -85,8 +85,8 @@ def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     assert checkpoint == f"checkpoint: {run_dir / 'step_00000003'}"
 
     command = shlex.split(sample.removeprefix("sample from it: "))
-    assert command[0] == "python" and command[-2:] == ["--prompt", "TEXT"]
-    found = run(*command[1:], "--num-sampling-steps", "1", "--seed", "1")
+    assert command[:2] == ["opensora-sp", "sample"] and command[-2:] == ["--prompt", "TEXT"]
+    found = run("-m", "opensora_sp.cli", *command[1:], "--num-sampling-steps", "1", "--seed", "1")
     assert found.returncode == 0 and "\r" not in found.stdout + found.stderr, found.stderr
     assert len(list((run_dir / "samples").glob("*.mp4"))) == 1
 
@@ -209,10 +209,32 @@ def test_steps_longer_than_the_patience_of_the_launcher_are_reported(
     assert advice_for_long_steps(45.0, 300.0) is None
 
 
-def test_scripts_import_nothing_slow_before_they_handle_ctrl_c() -> None:
-    quick = {"argparse", "opensora_sp.console", "opensora_sp.launchers"}
-    for name in ("train", "inference", "precompute"):
-        text = (ROOT / "scripts" / f"{name}.py").read_text()
-        imported = re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE)
-        assert set(imported) <= quick, (name, imported)
-        assert "exit_on_interrupt()" in text
+FIRST = """
+import runpy, sys
+from opensora_sp import cli
+
+def stop():
+    assert called and not {"torch", "numpy", "pydantic", "mmengine"} & set(sys.modules)
+    sys.exit(7)
+
+called = []
+cli.end_with_launchers, cli.exit_on_interrupt = lambda: called.append(True), stop
+sys.argv = sys.argv[1:]
+if len(sys.argv) == 1:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([f"scripts/{name}.py"] for name in ("train", "inference", "precompute")),
+        *(["opensora-sp", name] for name in cli.RUNS),
+    ],
+)
+def test_runs_import_nothing_slow_before_they_end_with_launchers_and_handle_ctrl_c(
+    command: list[str],
+) -> None:
+    done = run("-c", FIRST, *command)
+    assert done.returncode == 7, done.stderr

@@ -168,9 +168,10 @@ def run(
 
 
 def run_forked(
-    *command: str | Path, ranks: int = 1, timeout: float = 300
+    *command: str | Path, ranks: int = 1, timeout: float = 300, folder: Path = ROOT
 ) -> subprocess.CompletedProcess:
-    """Run a script on ranks that see what ``torchrun`` gives them, forked from the warm process.
+    """Run a script, or a module with ``-m NAME``, in a folder, on ranks that see what ``torchrun``
+    gives them, forked from the warm process.
 
     Returns the largest exit status, and what all ranks have printed.
     """
@@ -179,7 +180,9 @@ def run_forked(
     with tempfile.TemporaryDirectory(prefix="run_forked-") as name:
         outputs = [Path(name) / stream for stream in ("stdout", "stderr")]
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, store.port, outputs, arguments))
+            context.Process(
+                target=_rank, args=(rank, ranks, store.port, outputs, arguments, folder)
+            )
             for rank in range(ranks)
         ]
         for process in processes:
@@ -198,7 +201,9 @@ def run_forked(
     return subprocess.CompletedProcess(arguments, status, stdout, stderr)
 
 
-def _rank(rank: int, ranks: int, port: int, outputs: list[Path], command: list[str]) -> None:
+def _rank(
+    rank: int, ranks: int, port: int, outputs: list[Path], command: list[str], folder: Path
+) -> None:
     for descriptor, path in enumerate(outputs, start=1):
         # Ranks append to one file, as they do to one terminal.
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
@@ -207,8 +212,13 @@ def _rank(rank: int, ranks: int, port: int, outputs: list[Path], command: list[s
     of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     os.environ.update(torchrun | of_rank | rendezvous)
-    os.chdir(ROOT)
+    os.chdir(folder)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)
+    if command[0] == "-m":
+        # It sets the first word, to the path of the module.
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")

@@ -55,6 +55,7 @@ def report(run_dir: Path, steps: range, wandb: bool = False) -> None:
     cfg: Any = types.SimpleNamespace(
         max_steps=steps.stop,
         wandb=wandb,
+        tensorboard="auto",
         limits=Limits(),
         model_dump=lambda mode: {"max_steps": steps.stop},
     )

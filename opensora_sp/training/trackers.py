@@ -1,0 +1,169 @@
+"""Trackers: TensorBoard and Weights & Biases, behind one interface.
+
+They show what a run's folder has in files: hyperparameters, metrics, videos of validation.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from PIL import Image
+
+from opensora_sp.checkpoint import FileSystem
+from opensora_sp.config import TrainConfig
+from opensora_sp.data import Limits, read_frames
+from opensora_sp.extras import check_extra, is_installed
+
+Level = Literal["INFO", "WARN", "ERROR"]
+# Of W&B, unless WANDB_PROJECT names another.
+PROJECT = "opensora_sp"
+INSTEAD = "set {}=False (metrics.jsonl holds the same numbers)"
+
+
+class Tracker(Protocol):
+    """One tracker of one run. Steps are optimizer steps, counted from 1.
+
+    A run that resumes replaces what a former attempt has tracked of the steps that it repeats.
+    """
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Add the numbers of a step, by their names in ``metrics.jsonl``."""
+
+    def video(self, step: int, name: str, file: Path, fps: float) -> None:
+        """Add a video (mp4 or GIF), or an image (PNG)."""
+
+    def alert(self, title: str, text: str, level: Level) -> None:
+        """Report an event of the run to its user."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+def check_trackers(cfg: TrainConfig) -> None:
+    """Raise ValueError if a tracker is configured and not installed."""
+    for key in ("tensorboard", "wandb"):
+        if getattr(cfg, key) is True:
+            check_extra(key, key, setting=f"{key}=True", instead=INSTEAD.format(key))
+
+
+def wants_tensorboard(cfg: TrainConfig) -> bool:
+    """Whether a run writes TensorBoard's files."""
+    return is_installed("tensorboard") if cfg.tensorboard == "auto" else cfg.tensorboard
+
+
+class TensorBoardTracker:
+    """TensorBoard's files, in ``tensorboard`` of the run's folder.
+
+    Args:
+        hyperparameters: nested as in a config.
+        start: steps done; what former attempts have tracked of later steps is hidden.
+        limits: of the files that are decoded.
+    """
+
+    def __init__(
+        self, run_dir: Path, hyperparameters: dict[str, Any], *, start: int, limits: Limits
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._limits = limits
+        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
+        # add_hparams would make another run of them, in a folder below.
+        shown: dict[str, float | None] = {"loss": None, "validation/loss": None}
+        for summary in hparams(flattened(hyperparameters), shown)[:2]:
+            self._add(summary, 0)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def video(self, step: int, name: str, file: Path, fps: float) -> None:
+        """TensorBoard shows videos as GIFs; its own ``add_video`` would need moviepy for them."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        frames = read_frames(file, limits=self._limits)
+        height, width = frames.shape[1:3]
+        image = Summary.Image(
+            height=height, width=width, colorspace=3, encoded_image_string=to_gif(frames, fps)
+        )
+        summary = Summary(value=[Summary.Value(tag=name, image=image)])
+        self._add(summary, step)
+
+    def _add(self, summary: Any, step: int) -> None:
+        self._writer.file_writer.add_summary(summary, step)
+
+    def alert(self, title: str, text: str, level: Level) -> None:
+        """Alerts are texts under the tag ``alerts``, without a step."""
+        self._writer.add_text("alerts", f"{level} **{title}**: {text}")
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """One W&B run for all attempts of a training run: its id is kept in the run's folder.
+
+    Numbers are logged by optimizer step, so steps that a resumed run repeats overwrite the former
+    ones. Whether and where W&B sends them depends on its own settings (``WANDB_MODE``,
+    ``WANDB_PROJECT``, ``wandb login``), and so does who gets alerts.
+    """
+
+    def __init__(self, run_dir: Path, hyperparameters: dict[str, Any]) -> None:
+        import wandb
+
+        kept = run_dir / "wandb_id"
+        if not kept.is_file():
+            FileSystem().write_file(kept, uuid.uuid4().hex.encode())
+        self._wandb: Any = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run_dir.name,
+            dir=str(run_dir),
+            id=kept.read_text(),
+            resume="allow",
+            config=hyperparameters,
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def video(self, step: int, name: str, file: Path, fps: float) -> None:
+        suffix = file.suffix.removeprefix(".")
+        if suffix == "png":
+            media = self._wandb.Image(str(file))
+        else:
+            media = self._wandb.Video(str(file), format=suffix)
+        self._run.log({"step": step, name: media})
+
+    def alert(self, title: str, text: str, level: Level) -> None:
+        self._run.alert(title=title, text=text, level=level)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """``{"optimizer": {"lr": 1}}`` as ``{"optimizer.lr": 1}``; what is no number becomes text."""
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{name}.")
+        else:
+            flat[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat
+
+
+def to_gif(frames: np.ndarray, fps: float) -> bytes:
+    """Frames uint8 ``[F, height, width, 3]`` as a GIF that repeats."""
+    images, gif = [Image.fromarray(frame) for frame in frames], io.BytesIO()
+    duration = round(1000 / fps)
+    images[0].save(gif, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
+    return gif.getvalue()
