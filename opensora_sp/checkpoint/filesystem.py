@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from opensora_sp.regular_file import open_regular
+
 
 class FileSystem:
     """Creates, writes, flushes, renames and removes files and folders.
@@ -96,7 +98,7 @@ def flush(path: Path) -> None:
 def sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
 

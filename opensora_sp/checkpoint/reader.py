@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from opensora_sp.json_reader import read_json
+from opensora_sp.regular_file import open_regular
 
 from .paths import find_weights, weight_file
 from .pickle_file import open_pickle
@@ -166,11 +167,16 @@ def _open_shards(path: Path, **options: bool) -> Weights:
 
 
 def _open_file(file: Path, *, ema: bool, allow_pickle: bool) -> Weights:
-    if is_safetensors(file):
-        return _open_safetensors(file)
-
-    with file.open("rb") as start:
-        head = start.read(8)
+    try:
+        if is_safetensors(file):
+            return _open_safetensors(file)
+        with open_regular(file) as start:
+            head = start.read(8)
+    except OSError as error:
+        raise ValueError(
+            f"got {file}, which cannot be read ({error.strerror or error}); expected a file of "
+            "weights; check the path, the disk and the permissions"
+        ) from None
     if head == b"version ":
         raise ValueError(
             f"got {file}, a Git LFS pointer; expected the file itself; run git lfs pull in its "

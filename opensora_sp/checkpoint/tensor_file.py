@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.regular_file import open_regular
+
 from .filesystem import FileSystem
 
 DTYPES = {
@@ -105,8 +107,12 @@ class TensorFile:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the first bytes of a file are those of a safetensors file."""
-    with path.open("rb") as file:
+    """Whether the first bytes of a file are those of a safetensors file.
+
+    Raises:
+        OSError: if it cannot be read, or is no regular file.
+    """
+    with open_regular(path) as file:
         return file.read(9)[8:] == b"{"
 
 

@@ -72,6 +72,15 @@ def test_an_index_that_is_no_file_is_a_sentence(tmp_path: Path, kind: str) -> No
         open_weights(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.timeout(20)
+def test_weights_that_are_a_pipe_are_a_sentence(tmp_path: Path, name: str) -> None:
+    """Of a folder: a plain ``open`` would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"got {tmp_path / name}, which cannot be read .*a named"):
+        open_weights(tmp_path, allow_pickle=True)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
