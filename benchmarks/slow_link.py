@@ -73,19 +73,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rank is not None:
         return work(args)
 
-    lacking = [] if os.geteuid() == 0 else ["root"]
-    lacking += [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if lacking:
-        print(
-            "slow_link needs root and iproute2 to slow a link down; missing here: "
-            f"{', '.join(lacking)}."
-        )
-        sys.exit(2)
+    require_tools("slow_link")
 
     # The namespaces must be removed in any case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with namespaces() as names:
         return run_ranks(names)
+
+
+def require_tools(benchmark: str) -> None:
+    """Exit with 2 where a link cannot be slowed down."""
+    lacking = [] if os.geteuid() == 0 else ["root"]
+    lacking += [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if lacking:
+        print(
+            f"{benchmark} needs root and iproute2 to slow a link down; missing here: "
+            f"{', '.join(lacking)}."
+        )
+        sys.exit(2)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -162,13 +167,18 @@ def exit_code(workers: list[subprocess.Popen]) -> int:
             worker.wait()
 
 
-def work(args: argparse.Namespace) -> dict[str, Any]:
-    """Run one rank; both know the times of the slower rank and so decide alike."""
+def join_ranks(rank: int) -> None:
+    """Make this process a rank of one thread, inside of its namespace."""
     limit_time()
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", STORE, rank=args.rank, world_size=RANKS, timeout=timedelta(minutes=2)
+        "gloo", STORE, rank=rank, world_size=RANKS, timeout=timedelta(minutes=2)
     )
+
+
+def work(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one rank; both know the times of the slower rank and so decide alike."""
+    join_ranks(args.rank)
 
     bench = Bench(args)
     bench.set_rate()
@@ -293,7 +303,7 @@ class Bench:
         self.model.set_grad_checkpoint(checkpointing)
         self.model.zero_grad()
         parallelize(self.model, self.mesh, **case.options)
-        self.limit(self.rate if case.slowed else None)
+        limit_link(self.rate if case.slowed else None)
         with CommLedger() as counter, Clock() as clock:
             shard = self.model(*self.inputs, output="shards")
             rank_loss(velocity_loss(shard, self.x), global_samples=1, world_size=RANKS).backward()
@@ -303,19 +313,20 @@ class Bench:
     def carried(self, transfer: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
         """Mbit/s of ``transfer(received, sent)`` to the other rank at the chosen rate."""
         received, sent = torch.zeros(2, RANKS, PROBE_BYTES // 4)
-        self.limit(self.rate)
+        limit_link(self.rate)
         with Clock() as clock:
             transfer(received, sent)
         return 8 * PROBE_BYTES / clock.seconds / 1e6
 
-    def limit(self, rate: float | None) -> None:
-        """Limit the bandwidth of this rank's sends in bit/s; None is no limit."""
-        discipline = ["pfifo"]
-        if rate is not None:
-            # The short burst does not make up for pauses.
-            limits = f"rate {rate:.0f}bit burst 16kb latency 500ms"
-            discipline = ["tbf", *limits.split()]
-        command("tc", "qdisc", "replace", "dev", DEVICE, "root", *discipline)
+
+def limit_link(rate: float | None) -> None:
+    """Limit the bandwidth of this rank's sends in bit/s; None is no limit."""
+    discipline = ["pfifo"]
+    if rate is not None:
+        # The short burst does not make up for pauses.
+        limits = f"rate {rate:.0f}bit burst 16kb latency 500ms"
+        discipline = ["tbf", *limits.split()]
+    command("tc", "qdisc", "replace", "dev", DEVICE, "root", *discipline)
 
 
 class Clock:

@@ -16,7 +16,6 @@ from opensora_sp.rank_groups import (
     RankGroup,
     fixed_groups,
     group_sizes,
-    groups_with,
     nested_groups,
 )
 
@@ -214,19 +213,23 @@ class SequenceMesh:
     def _nested_groups(self) -> tuple[SequenceGroup, ...]:
         """This rank's groups of a nested family, with communicators of those of several ranks.
 
-        Only the members of a group create its communicators. As every rank does so from its
-        largest group to its smallest, and groups that share ranks are nested, nobody waits in a
-        cycle.
+        Every rank creates all of them, in the order of the family, so that torch names a group
+        alike on its members. With ``use_local_synchronization`` it derives the name from how many
+        groups a rank has, which may differ. Nobody waits in a cycle: members connect from the
+        largest group to the smallest.
         """
-        own = []
-        for ranks in groups_with(self.rank, self.family):
+        own, needs_twins = [], _needs_twin(dist.group.WORLD)
+        for ranks in self.family:
             sp_group = host_group = _group_of(ranks, self.world_size)
-            if _needs_twin(sp_group):
+            if needs_twins:
                 host_group = _group_of(ranks, self.world_size, backend=host_backend())
+            if self.rank not in ranks:
+                continue
+
+            if needs_twins and ranks.size > 1:
                 # NCCL connects ranks in the first all-to-all. Its memory is taken at the start.
                 sent = torch.zeros(ranks.size, device="cuda")
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=sp_group)
-
             spans = ranks.spans_nodes(self.ranks_per_node)
             own.append(SequenceGroup(ranks, self.rank - ranks.start, sp_group, host_group, spans))
         return tuple(own)
@@ -266,7 +269,7 @@ def _my_group(
 
 
 def _group_of(ranks: RankGroup, world: int, backend: str | None = None) -> Any:
-    """Create a process group of several ranks, called by its members; None for one rank."""
+    """Create a process group of several ranks, as every rank must; None for one rank."""
     if ranks.size == 1:
         return None
     if ranks.size == world and backend is None:
@@ -274,7 +277,6 @@ def _group_of(ranks: RankGroup, world: int, backend: str | None = None) -> Any:
     return dist.new_group(
         list(ranks.ranks),
         backend=backend,
-        use_local_synchronization=True,
         group_desc=f"sp_size {ranks.size}{'' if backend is None else ' on the host'}",
     )
 

@@ -19,7 +19,7 @@ from opensora_sp.data.sampler import RankBatches
 from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.features.sharded import ShardedEncoder
-from opensora_sp.parallel import SequenceMesh
+from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.least_ranks import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
@@ -109,34 +109,34 @@ def _least_ranks(
     return found
 
 
-def schedule_state(mesh: SequenceMesh, rank_batches: RankBatches) -> dict[str, Any]:
+def schedule_state(
+    mesh: SequenceMesh, options: Options, rank_batches: RankBatches
+) -> dict[str, Any]:
     """On what it depends which rank computes what, beside the seed and the step; for a checkpoint.
 
-    Micro-batches, losses and draws depend on none of it, except for rounding.
+    Micro-batches, losses and draws depend on none of it, except for rounding. With one degree for
+    all, the cost model still chooses the strategy by which ranks share a batch.
     """
-    if not isinstance(rank_batches, ScheduledBatches):
-        return {}
-    seconds = rank_batches.seconds
-    assert isinstance(seconds, GroupSeconds)
-    return {
-        "schedule": {
+    found: dict[str, Any] = {"cost_model": options.cost_model.to_dict()}
+    if isinstance(rank_batches, ScheduledBatches):
+        seconds = rank_batches.seconds
+        assert isinstance(seconds, GroupSeconds)
+        found |= {
             "world_size": mesh.world_size,
             "ranks_per_node": mesh.ranks_per_node,
-            "cost_model": seconds.work.options.cost_model.to_dict(),
             "least_ranks": dict(seconds.least_ranks),
             "degrees": dict(seconds.degrees),
         }
-    }
+    return {"schedule": found}
 
 
 def warn_of_other_schedule(state: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Log if a run resumes with groups that are chosen by something else than before."""
-    former, now = state.get("schedule"), ours.get("schedule")
-    if former is None or now is None or former == now:
-        return
-    changed = [name for name in now if former.get(name) != now[name]]
-    logger.info(
-        "resumed with another %s: micro-batches are the same, on other groups of ranks, so that "
-        "sums are rounded in another order",
-        " and ".join(changed).replace("_", " "),
-    )
+    """Log if a run resumes with groups or strategies that are chosen by something else."""
+    former, now = state.get("schedule", {}), ours["schedule"]
+    changed = [name for name in now if name in former and former[name] != now[name]]
+    if changed:
+        logger.info(
+            "resumed with another %s: micro-batches are the same; groups of ranks, or the way in "
+            "which they share a batch, may be others, so that sums are rounded in another order",
+            " and ".join(changed).replace("_", " "),
+        )

@@ -65,7 +65,10 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
 
 
 def describe_exchanges(trainer: Trainer) -> list[str]:
-    """Whether exchanges are sent in fp8 and in chunks, and why; nothing on one rank to a batch."""
+    """Whether exchanges are sent in fp8 and in chunks, and why; nothing on one rank to a batch.
+
+    Where a degree is chosen for each micro-batch, there is a line on chunks for each degree.
+    """
     mesh, options = trainer.mesh, trainer.options
     if mesh.sp_size == 1:
         return []
@@ -76,19 +79,23 @@ def describe_exchanges(trainer: Trainer) -> list[str]:
         "comm_dtype='fp8'): it rounds gradients, by about 2%, and scaling takes "
         f"{FP8_LAUNCHES} launches an exchange, {scaling * 1e3:.2g} ms"
     )
-    return [
-        f"exchanges in fp8: {fp8}",
-        f"exchanges in chunks: {_describe_chunks(trainer, options)}",
-    ]
+    lines = [f"exchanges in fp8: {fp8}"]
+    degrees = [size for size in group_sizes(mesh.family) if size > 1]
+    for degree in degrees:
+        where = f" on {degree} ranks" if len(degrees) > 1 else ""
+        lines.append(f"exchanges in chunks{where}: {_describe_chunks(trainer, options, degree)}")
+    return lines
 
 
-def _describe_chunks(trainer: Trainer, options: Options) -> str:
-    """The number of chunks for the largest batches, and what decides it."""
-    cfg, ranks = trainer.cfg, trainer.mesh.sp_size
+def _describe_chunks(trainer: Trainer, options: Options, ranks: int) -> str:
+    """The number of chunks for the largest batches on so many ranks, and what decides it."""
+    cfg, mesh = trainer.cfg, trainer.mesh
     config: Any = trainer.module.config
     latent_size = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     shape = BatchShape.of(config, cfg.batch_size, latent_size)
-    options = replace(options, spans_nodes=trainer.mesh.spans_nodes)
+    # Groups of a fixed degree may span nodes that are larger than the degree.
+    spans_nodes = mesh.spans_nodes if ranks == mesh.sp_size else ranks > mesh.ranks_per_node
+    options = replace(options, spans_nodes=spans_nodes)
     strategy = strategy_for(shape, options, ranks)
     if strategy is not SwitchRows:
         return f"off: with the strategy {strategy.label!r}, no tokens switch between blocks"

@@ -58,7 +58,7 @@ from .profiling import StepProfiler, Steps
 from .rank_batches import make_rank_batches, schedule_state, warn_of_other_schedule
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
-from .validation import Validator
+from .validation import Validator, encoders_of_validation
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ class Trainer:
         self.options = plugin.sequence_parallel
         self.dataset, self.device = dataset, device
         self.source = make_source(cfg, dataset, device)
+        self.validation_encoders = encoders_of_validation(cfg, self.source, device)
+        # All encoders, before anything is chosen by the memory that they leave.
         encoders = _allocated(device)
         cfg = with_chosen_batch_sizes(
             cfg, dataset, checkpoint, self.mesh, device, reserved=encoders
@@ -119,7 +121,8 @@ class Trainer:
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
         self._build_data_path(reserved=encoders)
-        warn_of_other_schedule(state, schedule_state(self.mesh, self.rank_batches))
+        self.schedule = schedule_state(self.mesh, self.options, self.rank_batches)
+        warn_of_other_schedule(state, self.schedule)
 
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),
@@ -130,9 +133,7 @@ class Trainer:
         self.sync_check = SyncCheck(
             self.module, self.mesh, cfg.check_sync_every, self.tensors.shards
         )
-        before = _allocated(device)
         self.validator = Validator(self)
-        encoders += _allocated(device) - before
         self.activations = ActivationBudget(
             cfg, self.module, self.mesh, device, reserved=encoders, options=self.options
         )
@@ -223,7 +224,7 @@ class Trainer:
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
             "loss_weight": self.cfg.loss_weight,
-            **schedule_state(self.mesh, self.rank_batches),
+            **self.schedule,
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.skipped,

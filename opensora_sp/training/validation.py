@@ -29,7 +29,7 @@ from opensora_sp.config.sections import Validation
 from opensora_sp.data import VideoTextDataset
 from opensora_sp.evaluation.heldout import HeldoutLoss, none_readable
 from opensora_sp.features.build import make_encoders
-from opensora_sp.features.sources import Encoders
+from opensora_sp.features.sources import Encoders, Source
 from opensora_sp.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
@@ -89,6 +89,15 @@ def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig
     return InferenceConfig(**common, **sampling, precision=cfg.precision)
 
 
+def encoders_of_validation(
+    cfg: TrainConfig, source: Source, device: torch.device
+) -> Encoders | None:
+    """Those of training, or loaded where it reads a feature cache; None without validation."""
+    if cfg.validation is None:
+        return None
+    return source if isinstance(source, Encoders) else make_encoders(cfg, device)
+
+
 class Validator:
     """The validation of one run, if its config asks for it. ``after`` is called after each step."""
 
@@ -100,11 +109,11 @@ class Validator:
         self.replica, self.num_replicas = cut.index(self.group), len(cut)
         self.validation = trainer.cfg.validation
         self.heldout = heldout_clips(trainer.cfg)
-        if self.validation is None:
+        encoders = trainer.validation_encoders
+        if self.validation is None or encoders is None:
             return
 
-        cfg, device, source = trainer.cfg, trainer.device, trainer.source
-        encoders = source if isinstance(source, Encoders) else make_encoders(cfg, device)
+        cfg, device = trainer.cfg, trainer.device
         sampling = sampling_config(cfg, self.validation)
         self.pipeline = Pipeline(
             sampling, trainer.module, encoders.vae, encoders.text_encoder, device

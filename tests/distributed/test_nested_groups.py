@@ -226,6 +226,26 @@ def test_a_rank_has_nested_groups_and_alone_runs_the_bare_model() -> None:
     assert first["repr"] == "SequenceMesh('auto', sp_sizes=[1, 2, 3], rank=0)"
 
 
+def groups_of_two_meshes() -> list[float]:
+    """Sums over the groups of a second mesh, where ranks have different numbers of groups."""
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    SequenceMesh("auto")
+    sums = []
+    for one in SequenceMesh("auto").own:
+        if one.sp_group is not None:
+            number = torch.ones(())
+            dist.all_reduce(number, group=one.sp_group)
+            sums.append(number.item())
+    return sums
+
+
+@pytest.mark.core
+def test_a_process_may_have_several_meshes() -> None:
+    # Four ranks on two nodes: of the group of three, two ranks have a pair as well.
+    found = run_ranks(4, groups_of_two_meshes, timeout=60)
+    assert found == [[4, 3, 2], [4, 3, 2], [4, 3], [4]]
+
+
 def verified_groups() -> list[str]:
     """Messages of verification, over groups that some ranks enter before others do."""
     messages: list[str] = []

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal, uniform
+from opensora_sp.training import trainer, validation
 from opensora_sp.training.metrics import read_lines, read_metrics
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.trainer import Trainer
@@ -55,6 +57,45 @@ def train_all(folder: Path, ways: dict[str, list[str]]) -> dict[str, list[float]
         found[name] = expected_losses(run) if name == "current" else []
     dist.barrier()
     return found
+
+
+def memory_of_encoders(folder: Path) -> list[Any]:
+    """What is reserved for encoders when batch sizes are chosen, with a byte for each that is
+    loaded. Training itself needs none, as with a feature cache.
+    """
+    from opensora_sp.plugin import current_device, launch
+
+    launch(0)
+    cfg = load_train_config(folder / "train.py", ["sp_size=1", f"outputs={folder / 'memory'}"])
+    dataset, _ = preflight(cfg, None)
+    loaded: list[Any] = []
+    seen: list[Any] = []
+
+    def load(*args: Any) -> Any:
+        loaded.append(make_encoders(*args))
+        return loaded[-1]
+
+    def choose(*args: Any, reserved: int) -> None:
+        seen.append(reserved)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(trainer, "make_source"),
+        mock.patch.object(trainer, "_allocated", lambda device: len(loaded)),
+        mock.patch.object(validation, "make_encoders", load),
+        mock.patch.object(trainer, "with_chosen_batch_sizes", choose),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        Trainer(cfg, dataset, None, current_device())
+    return seen
+
+
+def test_encoders_of_validation_are_loaded_before_batch_sizes_are_chosen(tmp_path: Path) -> None:
+    manifest = str(write_toy_set(tmp_path, 4))
+    (tmp_path / "train.py").write_text(
+        TRAIN.format(manifest=manifest) + f"\nvalidation = dict({', '.join(CHECKED)})\n"
+    )
+    assert run_ranks(1, memory_of_encoders, tmp_path) == [[1]]
 
 
 @torch.no_grad()

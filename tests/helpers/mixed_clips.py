@@ -43,8 +43,8 @@ SIZES = [(144, 256), (200, 200), (288, 256), (256, 144)]
 LENGTHS = [1, 5, 9]
 
 
-def write_mixed_set(folder: Path) -> Path:
-    """24 clips: images and videos of two lengths in four sizes; two files are broken."""
+def write_mixed_set(folder: Path, broken: tuple[int, ...] = (3, 13)) -> Path:
+    """24 clips: images and videos of two lengths in four sizes; some files are broken."""
     rng = np.random.default_rng(0)
     entries = []
     for number in range(24):
@@ -60,7 +60,7 @@ def write_mixed_set(folder: Path) -> Path:
         else:
             write_video(path, video, fps=8)
 
-        if number in (3, 13):
+        if number in broken:
             path.write_bytes(b"broken")
         entries.append(Entry(Path(path.name), f"clip {number}", frames, height, width, 8.0))
     write_manifest(folder / "clips.jsonl", entries)

@@ -17,6 +17,7 @@ from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts
 from opensora_sp.parallel.debug.parity import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_options, with_chunks
+from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training.summary import describe_exchanges
 
 XL2: Any = resolve_config("STDiT3-XL/2")
@@ -113,11 +114,15 @@ def test_groups_that_span_nodes(monkeypatch):
 def lines(sp_size: int = 8, *, between: bool = False, **options: Any) -> list[str]:
     mesh = SequenceMesh.imagined(sp_size, 0)
     mesh._current = replace(mesh._current, spans_nodes=between)
+    return described(mesh, **options)
+
+
+def described(mesh: SequenceMesh, batch_size: int = 1, **options: Any) -> list[str]:
     cfg = SimpleNamespace(
         vae=dict(type="PatchPoolVAE", pool=(1, 8, 8)),
         num_frames=64,
         size=(512, 512),
-        batch_size=1,
+        batch_size=batch_size,
     )
     module = SimpleNamespace(config=XL2, dtype=SimpleNamespace(itemsize=2))
     parallel = Options(**options)
@@ -147,3 +152,15 @@ def test_lines_of_other_strategies_and_of_one_rank():
     assert "fp8: on (opt-in" in fp8
     assert chunks.endswith("no tokens switch between blocks") and "'switch of branches'" in chunks
     assert replace(Options(), **narrow).num_chunks == 1
+
+
+def test_with_a_degree_for_each_micro_batch_every_degree_has_a_line():
+    mesh = SequenceMesh.imagined(8, 0)
+    mesh.ranks_per_node, mesh.family = 4, nested_groups(8, 4)
+    mesh._current = replace(mesh._current, spans_nodes=True)
+    _, two, four, eight = described(mesh, batch_size=2)
+    assert two.startswith("exchanges in chunks on 2 ranks: off: with the strategy 'whole samples'")
+    assert four.startswith("exchanges in chunks on 4 ranks: off (overlap_chunks='auto')")
+    assert "inside a node" in four
+    assert eight.startswith("exchanges in chunks on 8 ranks: 2 (overlap_chunks='auto')")
+    assert "between nodes" in eight

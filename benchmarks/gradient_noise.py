@@ -1,0 +1,219 @@
+"""Noise of a step's gradient: steps of nearly one bucket against steps with the mix of the set.
+
+python -m benchmarks gradient_noise
+
+Takes about ten minutes on one core.
+
+A small STDiT3 is trained on toy clips in three buckets (images, short and long videos), in each
+order, from the same weights and with the same number of clips in each step. On the way, at fixed
+weights of the run in random order, the gradients of all steps of an epoch are compared with their
+mean. "noise" is ``|g - mean|^2 / |mean|^2``, the mean over steps. Both orders have the same
+micro-batches, and each clip has the same noise and timestep in both, so only the order differs. By
+random cuts of the micro-batches into steps, the spread of mixed steps is known as well.
+
+Losses are those of held-out clips of each bucket: the mean over the last epochs, and by how much it
+varies from one epoch to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opensora_sp.data import BucketPlan, MicroBatch, toy_clip
+from opensora_sp.data.bucket_plan import BatchOrder
+from opensora_sp.data.transforms import scale
+from opensora_sp.diffusion import Noised, RectifiedFlow
+from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.models import build_model
+from opensora_sp.randomness import normal, uniform
+
+FRAMES, OF_BUCKET, HELD_OUT = (1, 4, 8), 96, 16
+BATCH_SIZE, PER_STEP = 4, 4
+SIDE, POOL, FPS = 192, (1, 16, 16), 8.0
+MODEL: dict[str, Any] = dict(
+    in_channels=3,
+    caption_channels=32,
+    model_max_length=24,
+    hidden_size=96,
+    depth=2,
+    num_heads=4,
+    input_sq_size=SIDE,
+    pred_sigma=False,
+    class_dropout_prob=0.0,
+)
+ORDERS: tuple[BatchOrder, ...] = ("by_cost", "mixed")
+CUTS, LAST_EPOCHS, HELD_OUT_DRAWS = 200, 5, 10_000
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--at", type=int, nargs="+", default=[1, 4, 12], help="epochs of the noise")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each order")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    clips = Clips()
+    noise = {}
+    losses: dict[str, list[list[float]]] = {order: [] for order in ORDERS}
+    print(f"{len(clips)} clips, {BATCH_SIZE * PER_STEP} in a step\n")
+
+    for seed in range(args.seeds):
+        for order in ORDERS:
+            training = Training(clips, order, seed)
+            held_out = []
+            for epoch in range(args.epochs):
+                training.epoch(epoch)
+                if epoch >= args.epochs - LAST_EPOCHS:
+                    held_out.append(training.held_out_losses())
+                if order == "mixed" and seed == 0 and epoch + 1 in args.at:
+                    noise[epoch + 1] = training.noise(epoch)
+                    report_noise(epoch + 1, noise[epoch + 1])
+            losses[order].append(np.mean(held_out, axis=0).tolist())
+            report_losses(f"{order}, seed {seed}", held_out)
+    return {"noise": noise, "losses": losses}
+
+
+def report_noise(epoch: int, noise: dict[str, float]) -> None:
+    values = ", ".join(f"{name} {value:.2f}" for name, value in noise.items())
+    print(f"noise after {epoch} epochs: {values}", flush=True)
+
+
+def report_losses(title: str, held_out: Sequence[Sequence[float]]) -> None:
+    means, changes = np.mean(held_out, axis=0), np.std(held_out, axis=0)
+    buckets = ", ".join(
+        f"{frames} frames {mean:.4f} +- {change:.4f}"
+        for frames, mean, change in zip(FRAMES, means, changes, strict=True)
+    )
+    print(f"{title}: held-out loss {means.mean():.4f}; {buckets}", flush=True)
+
+
+class Clips:
+    """Latents and captions of all clips, training first; the columns are those of a manifest."""
+
+    file = "toy clips"
+
+    def __init__(self) -> None:
+        vae, text = PatchPoolVAE(POOL), HashedBagOfWords(32, 24)
+        self.frames = np.repeat(FRAMES, OF_BUCKET)
+        frames = [*self.frames.tolist(), *np.repeat(FRAMES, HELD_OUT).tolist()]
+        self.latents, captions = [], []
+        for index, length in enumerate(frames):
+            clip = toy_clip(0, index)
+            video = torch.from_numpy(clip.draw(length, SIDE)).permute(3, 0, 1, 2)
+            self.latents.append(vae.encode(scale(video)[None])[0])
+            captions.append(clip.caption)
+        self.y, self.mask = text.encode(captions)
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def column(self, name: str) -> np.ndarray:
+        # A bucket's videos are longer than its clips.
+        longer = self.frames + (self.frames > 1)
+        columns = {"num_frames": longer, "height": SIDE, "width": SIDE}
+        return np.broadcast_to(np.asarray(columns[name], dtype=float), self.frames.shape)
+
+    def held_out(self, bucket: int) -> range:
+        first = len(self) + bucket * HELD_OUT
+        return range(first, first + HELD_OUT)
+
+
+class Training:
+    """A model that is trained in one order."""
+
+    def __init__(self, clips: Clips, order: BatchOrder, seed: int) -> None:
+        self.clips, self.order, self.seed = clips, order, seed
+        self.flow = RectifiedFlow(use_timestep_transform=False)
+        torch.manual_seed(seed)
+        self.model = build_model("STDiT3", **MODEL)
+        self.parameters = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, weight_decay=0.0)
+        self.plan = self.plan_of(order)
+
+    def plan_of(self, order: BatchOrder) -> BucketPlan:
+        rows: Any = self.clips
+        return BucketPlan(
+            rows,
+            {"144p": dict.fromkeys(FRAMES, (1.0, BATCH_SIZE))},
+            frame_interval=1,
+            micro_batches_per_step=PER_STEP,
+            seed=self.seed,
+            cost=lambda shape, clips: float(shape.num_frames * clips),
+            batch_order=order,
+        )
+
+    def losses(self, ids: Sequence[int], draw: int) -> Tensor:
+        """Of each clip, with the noise and the timestep of a draw."""
+        x = torch.stack([self.clips.latents[one] for one in ids])
+        noise = torch.stack([normal(tuple(x.shape[1:]), 0, "noise", one, draw) for one in ids])
+        t = torch.tensor([1000 * uniform(0, "timestep", one, draw) for one in ids])
+        noised = Noised.of(self.flow, x, noise, t, None)
+        sizes = torch.full((len(ids),), float(SIDE))
+        fps = torch.full((len(ids),), FPS)
+        places = list(ids)
+        y, mask = self.clips.y[places], self.clips.mask[places]
+        output = self.model(noised.x_t, t, y, mask, fps=fps, height=sizes, width=sizes)
+        return self.flow.losses(output, noised)
+
+    def steps(self, order: BatchOrder, epoch: int) -> list[list[MicroBatch]]:
+        plan = self.plan if order == self.order else self.plan_of(order)
+        length = int(plan.steps_per_epoch)
+        return [plan.step(step) for step in range(epoch * length, (epoch + 1) * length)]
+
+    def epoch(self, epoch: int) -> None:
+        for step in self.steps(self.order, epoch):
+            for one in step:
+                (self.losses(one.ids, epoch).mean() / len(step)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def noise(self, epoch: int) -> dict[str, float]:
+        """At the weights at hand, of each order."""
+        gradients = {}
+        for step in self.steps("mixed", epoch):
+            for one in step:
+                of_weights = torch.autograd.grad(
+                    self.losses(one.ids, epoch).mean(), self.parameters, allow_unused=True
+                )
+                gradients[one.ids] = _flat(of_weights, self.parameters)
+
+        by_cost = [[one.ids for one in step] for step in self.steps("by_cost", epoch)]
+        found = {"by_cost": noise_of(gradients, by_cost)}
+        draws, ids = np.random.default_rng(0), list(gradients)
+        of_cuts = []
+        for _ in range(CUTS):
+            shuffled = [ids[one] for one in draws.permutation(len(ids))]
+            cut = [shuffled[first : first + PER_STEP] for first in range(0, len(ids), PER_STEP)]
+            of_cuts.append(noise_of(gradients, cut))
+        return found | {"mixed": float(np.mean(of_cuts)), "spread of mixed": float(np.std(of_cuts))}
+
+    @torch.no_grad()
+    def held_out_losses(self) -> list[float]:
+        """Of each bucket, over several draws of noise and timesteps."""
+        return [
+            torch.stack([self.losses(self.clips.held_out(n), HELD_OUT_DRAWS + k) for k in range(4)])
+            .mean()
+            .item()
+            for n in range(len(FRAMES))
+        ]
+
+
+def _flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    parts = []
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        parts.append((torch.zeros_like(parameter) if gradient is None else gradient).flatten())
+    return torch.cat(parts)
+
+
+def noise_of(gradients: dict[Any, Tensor], steps: Sequence[Sequence[Any]]) -> float:
+    """The mean over steps of the squared distance to the mean gradient, over its square."""
+    of_steps = torch.stack([sum(gradients[one] for one in step) / len(step) for step in steps])
+    mean = of_steps.mean(dim=0)
+    return float((of_steps - mean).square().sum(dim=1).mean() / mean.square().sum())
