@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.registry import CLASSES
+from opensora_sp.models.registry import model_class
 
 from .filesystem import FileSystem
 from .model_config import choose_config, write_model_config
@@ -64,12 +64,12 @@ def from_pretrained(
     weights = replace(weights, notes=(*weights.notes, *notes))
 
     with torch.device("meta"):
-        built = CLASSES[name](settings)
+        built = model_class(name)(settings)
     weights = fitted(weights, built, convert=convert, strict=strict)
 
     if len(weights.tensors) < len(built.state_dict()):
         # The weights lack some: draw these at random.
-        built = CLASSES[name](settings)
+        built = model_class(name)(settings)
     built = fill(built, weights)
 
     if dtype is not None:

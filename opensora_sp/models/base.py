@@ -7,7 +7,7 @@ sample (1, or 2 with conditioning frames).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,7 +26,7 @@ from .conditioning import Condition, Text
 from .config import SharedConfig
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
-from .layers import CaptionEmbedder, CrossAttention, PatchEmbed3D
+from .layers import CaptionEmbedder, PatchEmbed3D
 from .recompute import EVERYTHING, Recompute, levels_of
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
@@ -66,6 +66,8 @@ class ConditionedModel(nn.Module):
     sharding_points: ClassVar[dict[str, str]]
     # Numbers of a sample that ``forward`` takes, ``[B]`` each, by name.
     sample_inputs: ClassVar[tuple[str, ...]] = ()
+    # Further tensors of a sample that ``forward`` takes, by name: axes as in ``extra_inputs.py``.
+    extra_inputs: ClassVar[Mapping[str, str]] = {}
 
     config: SharedConfig
     x_embedder: PatchEmbed3D
@@ -138,8 +140,8 @@ class ConditionedModel(nn.Module):
         """
         check_text(self.config, len(y), y, mask, drop_caption)
         text = self.embed_text(y, mask, drop_caption)
-        blocks = (module for module in self.modules() if isinstance(module, CrossAttention))
-        return replace(text, keys_values={block: block.kv_linear(text.tokens) for block in blocks})
+        layers = (block.cross_attn for block in self.transformer_blocks)
+        return replace(text, keys_values={layer: layer.kv_linear(text.tokens) for layer in layers})
 
     def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
         """Captions packed and projected, ``[N, C]``; encoded text is returned as it is."""
