@@ -127,6 +127,7 @@ def preflight(
         frame_interval=cfg.dataset.frame_interval,
         time_limit=cfg.dataset.time_limit,
         limits=cfg.limits,
+        extra=cfg.extra_files,
     )
     return cfg, weights, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
 

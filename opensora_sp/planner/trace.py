@@ -15,6 +15,7 @@ from torch import Tensor
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import compile_blocks
+from opensora_sp.models.extra_inputs import extra_shapes
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
@@ -152,6 +153,9 @@ def step_inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, 
         if getattr(config, "drop_path", 0.0):
             inputs["drop_path"] = torch.zeros(2 * config.depth, size, dtype=torch.bool)
         inputs |= {name: torch.zeros(size) for name in model.sample_inputs}
+        # A video has as many frames as its latents here, or more.
+        shapes = extra_shapes(model.extra_inputs, config, latents[2], latents[2:])
+        inputs |= {name: torch.zeros(size, *shape) for name, shape in shapes.items()}
 
     inputs["drop_caption"] = torch.ones(size, dtype=torch.bool)
     return inputs

@@ -193,6 +193,8 @@ def facts_of(
     facts |= {key: getattr(cfg, key) for key in names}
     if cfg.cond_type is not None:
         facts["cond_type"] = cfg.cond_type
+    if request.inputs:
+        facts["inputs"] = {name: str(path) for name, path in request.inputs.items()}
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}

@@ -53,7 +53,8 @@ class DerivedCase(Case):
         if self.model == STREET:
             shapes = {"map": (2, *size), "boxes": (32, 4)}
         return {
-            name: torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
-            .requires_grad_()
+            name: torch.randn(
+                samples, *shape, generator=generator, dtype=torch.float64
+            ).requires_grad_()
             for name, shape in shapes.items()
         }
