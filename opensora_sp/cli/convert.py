@@ -16,6 +16,7 @@ from opensora_sp.console import add_allow_pickle, log_to_terminal
 HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
 # Options that change weights or need to know the model.
 OF_MODELS = ("model", "options", "ema", "dtype", "input_size", "text_length", "drop_sigma")
+OF_MODELS += ("license", "base_model")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +54,18 @@ def parser() -> argparse.ArgumentParser:
         default="5GB",
         metavar="SIZE",
         help="largest file, bytes or with a unit (default: 5GB)",
+    )
+
+    card = parser.add_argument_group("model card")
+    card.add_argument(
+        "--license",
+        metavar="ID",
+        help="license, as the hub names it: apache-2.0 (default: that of the card in IN)",
+    )
+    card.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="the model on the hub that this one was made of (default: IN, if it is a name there)",
     )
 
     _add_conversions(parser.add_argument_group("conversions"))
@@ -118,6 +131,8 @@ def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
 def _convert(source: Path, args: argparse.Namespace) -> str:
     """Convert the weights of a model; returns what was written."""
     from opensora_sp.checkpoint import from_pretrained, save_pretrained
+    from opensora_sp.checkpoint.hub import HubName
+    from opensora_sp.checkpoint.model_card import saved_license
     from opensora_sp.dtypes import DTYPES
 
     options, convert = _model_options(args)
@@ -130,7 +145,14 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         **options,
     )
-    save_pretrained(model, args.target, max_shard_size=_shard_size(args))
+    name = None if Path(args.source).exists() else HubName.parse(args.source)
+    save_pretrained(
+        model,
+        args.target,
+        max_shard_size=_shard_size(args),
+        license=args.license or saved_license(source),
+        base_model=args.base_model or (name and name.repository),
+    )
 
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     return f"{type(model).__name__}, {millions:.1f} M parameters, {model.dtype}"

@@ -147,7 +147,9 @@ class TrainConfig(Common):
     """Folder of the run."""
 
     load: str | None = None
-    """Initial weights: a run, a checkpoint, a folder or a file; None initialises them randomly."""
+    """Initial weights: a run, a checkpoint, a folder, a file, or a name on the hub such as
+    `hpcai-tech/OpenSora-STDiT-v3`, with `@revision`; None initialises them randomly.
+    """
 
     mask_ratios: dict[str, float] | None = None
     """Probability of each strategy of conditioning frames; see docs/data.md. None: no conditioning

@@ -113,7 +113,7 @@ def preflight(
         ValueError: for what does not fit.
     """
     _check_numbers(settings)
-    weights = find_weights(settings.ckpt, ema=settings.use_ema)
+    weights = find_weights(settings.ckpt, ema=settings.use_ema, allow_pickle=settings.allow_pickle)
     cfg = _with_sp_size(_config(settings), settings.sp_size)
     if settings.allow_pickle:
         cfg = cfg.model_copy(update={"allow_pickle": True})

@@ -84,21 +84,22 @@ class ConditionedModel(nn.Module):
     def from_pretrained(cls: type[Model], path: str | Path, **options: Any) -> Model:
         """Build a model of this class from weights in any layout.
 
-        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``strict``, ``ema``,
-        ``dtype`` and others, and values of the configuration.
+        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``revision`` of a name
+        on the hub, ``strict``, ``ema``, ``dtype`` and others, and values of the configuration.
         """
         from opensora_sp.checkpoint import from_pretrained
 
         return from_pretrained(path, model=cls.__name__, **options)  # type: ignore[return-value]
 
-    def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Write ``config.json`` and safetensors into a new folder.
+    def save_pretrained(self, path: str | Path, **options: Any) -> None:
+        """Write ``config.json``, safetensors and a model card into a new folder.
 
-        ``max_shard_size`` is that of ``opensora_sp.checkpoint.save_pretrained``.
+        The options are those of ``opensora_sp.checkpoint.save_pretrained``: ``max_shard_size``,
+        ``license``, ``base_model``.
         """
         from opensora_sp.checkpoint import save_pretrained
 
-        save_pretrained(self, path, max_shard_size=max_shard_size)
+        save_pretrained(self, path, **options)
 
     def position_tables(self) -> dict[str, Tensor]:
         """Buffers in the state dict that follow from the configuration, by name."""

@@ -35,6 +35,8 @@ def with_package(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.startswith("my_package")]:
+            del sys.modules[name]
 
 
 @dataclass(frozen=True)
