@@ -156,6 +156,9 @@ def choose_config(
         return model_class(model).__name__, resolve_config(model, **overrides), (note,)
 
     name, values, notes = parse_model_config(saved, source)
+    if model is not None and issubclass(model_class(model), model_class(name)):
+        # Strict loading lists what a derived class has beside.
+        name = model_class(model).__name__
     if model is not None:
         preset = PRESETS[model][1] if model in PRESETS else {}
         wanted = {key: value for key, value in preset.items() if key not in overrides}

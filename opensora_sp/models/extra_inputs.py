@@ -36,7 +36,8 @@ def extra_shapes(
     Raises:
         ValueError: for an axis that is none.
     """
-    sizes = dict(zip("thw", latent_size, strict=True)) | {FRAMES: num_frames}
+    frames, height, width = latent_size
+    sizes = {FRAMES: num_frames, "t": frames, "h": height, "w": width}
 
     def size_of(name: str, axis: str) -> int:
         size = int(axis) if axis.isdecimal() else sizes.get(axis, getattr(config, axis, None))

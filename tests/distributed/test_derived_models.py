@@ -88,6 +88,30 @@ def conditions_act(folder: Path) -> None:
             torch.testing.assert_close(loaded(**inputs), out)
 
 
+def starts_from(folder: Path) -> None:
+    """Weights of an STDiT3 with the new layers, which change nothing at first."""
+    for name in (WORLD, STREET):
+        case = DerivedCase((1, 3, 4, 6), model=name)
+        derived, inputs = make_model(case), make_inputs(case)
+        own = {one: inputs.pop(one) for one in derived.extra_inputs}
+        base = make_model(replace(case, model="STDiT3"))
+        save_pretrained(base, folder / f"base of {name}")
+
+        with pytest.raises(ValueError, match="missing"):
+            type(derived).from_pretrained(folder / f"base of {name}")
+        options = {one: getattr(derived.config, one) for one in case.options()}
+        loaded = (
+            type(derived)
+            .from_pretrained(folder / f"base of {name}", strict=False, **options)
+            .double()
+        )
+        torch.testing.assert_close(loaded(**inputs, **own), base(**inputs))
+
+
+def test_training_starts_from_the_weights_of_an_stdit3(tmp_path: Path) -> None:
+    with_package(write_package(tmp_path), starts_from, tmp_path)
+
+
 def test_conditions_reach_each_sample_and_weights_round_trip(tmp_path: Path) -> None:
     with_package(write_package(tmp_path), conditions_act, tmp_path)
 

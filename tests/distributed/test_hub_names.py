@@ -139,7 +139,7 @@ def test_every_place_takes_names_and_a_node_downloads_once(place: Path, tmp_path
     assert not served.fetched["optimizer.bin"] + served.fetched["own.py"]
 
 
-def test_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert HubName.of_missing("a/b@v1.0") == HubName("a/b", revision="v1.0")
     assert HubName.of_missing("a/b/c/d.pt") == HubName("a/b", "c/d.pt")

@@ -45,8 +45,8 @@ class DerivedCase(Case):
     video_frames: int = 6  # which the latents' do not divide
 
     def options(self) -> dict[str, Any]:
-        own = dict(action_size=3) if self.model == WORLD else dict(map_channels=2, box_size=4)
-        return dict(input_sq_size=16, **own)
+        own = {WORLD: dict(action_size=3), STREET: dict(map_channels=2, box_size=4)}
+        return dict(input_sq_size=16, **own.get(self.model, {}))
 
     def conditions(self, inputs: dict[str, Any]) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(4)
