@@ -91,7 +91,7 @@ def saved_license(source: Path) -> str | None:
     # Cards are written by anyone: one that cannot be parsed states no license.
     try:
         content = read_small_file(card, MAX_BYTES, "a model card").decode()
-        stated = ModelCard(content, ignore_metadata_errors=True).data.license
+        stated = ModelCard(content, ignore_metadata_errors=True).data.to_dict().get("license")
     except Exception:
         return None
     known = isinstance(stated, str) and stated != UNKNOWN_LICENSE

@@ -15,8 +15,17 @@ from opensora_sp.console import add_allow_pickle, log_to_terminal
 
 HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
 # Options that change weights or need to know the model.
-OF_MODELS = ("model", "options", "ema", "dtype", "input_size", "text_length", "drop_sigma")
-OF_MODELS += ("license", "base_model")
+OF_MODELS = (
+    "model",
+    "options",
+    "ema",
+    "dtype",
+    "license",
+    "base_model",
+    "input_size",
+    "text_length",
+    "drop_sigma",
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,7 +160,7 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
         args.target,
         max_shard_size=_shard_size(args),
         license=args.license or saved_license(source),
-        base_model=args.base_model or (name and name.repository),
+        base_model=args.base_model or (None if name is None else name.repository),
     )
 
     millions = sum(p.numel() for p in model.parameters()) / 1e6

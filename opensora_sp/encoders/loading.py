@@ -228,9 +228,9 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.utils import HFValidationError
 
-        name, file = HubName.parse(source), str(Path(subfolder or "", "config.json"))
+        name, config = HubName.parse(source), str(Path(subfolder or "", "config.json"))
         try:
-            found = name and try_to_load_from_cache(name.repository, file, revision=name.revision)
+            found = name and try_to_load_from_cache(name.repository, config, revision=name.revision)
         except HFValidationError:
             found = None  # the path of a folder on another machine
         if not isinstance(found, str):

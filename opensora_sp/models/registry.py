@@ -47,7 +47,7 @@ def model_class(name: str) -> type[ConditionedModel]:
         )
 
     found = component_class("model", name, known)
-    if not (isinstance(found, type) and issubclass(found, tuple(CLASSES.values()))):
+    if not (isinstance(found, type) and issubclass(found, ConditionedModel)):
         raise ValueError(
             f"got model.type {name!r}, which is {found!r}; expected a class derived from one of "
             f"{list(CLASSES)}; derive it, or parallelize it by a ShardPlan (docs/custom_model.md)"

@@ -154,7 +154,8 @@ def step_inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, 
             inputs["drop_path"] = torch.zeros(2 * config.depth, size, dtype=torch.bool)
         inputs |= {name: torch.zeros(size) for name in model.sample_inputs}
         # A video has as many frames as its latents here, or more.
-        shapes = extra_shapes(model.extra_inputs, config, latents[2], latents[2:])
+        frames, height, width = latents[2:]
+        shapes = extra_shapes(model.extra_inputs, config, frames, (frames, height, width))
         inputs |= {name: torch.zeros(size, *shape) for name, shape in shapes.items()}
 
     inputs["drop_caption"] = torch.ones(size, dtype=torch.bool)

@@ -14,25 +14,28 @@ from ranks import run_ranks
 
 from opensora_sp.checkpoint import from_pretrained, save_pretrained
 from opensora_sp.models import compile_blocks
+from opensora_sp.models.compile import num_graphs
 from opensora_sp.parallel import SequenceMesh, held_rows, parallelize
 
-CASES = [
-    DerivedCase((1, 5, 7, 9)),
-    DerivedCase((2, 3, 5, 6), mask=True, x_mask=True, drop_path=True, checkpoint=True),
-    DerivedCase((1, 7, 5, 7), patch=(2, 2, 2), x_mask=True, output="full"),
-    DerivedCase((1, 1, 4, 3)),  # ranks beyond the first hold no spatial row
+PLAIN = DerivedCase((1, 5, 7, 9))
+FEW = [(PLAIN, {}), (DerivedCase((2, 3, 5, 6), mask=True, x_mask=True, checkpoint=True), {})]
+ALL = [
+    *FEW,
+    (DerivedCase((1, 7, 5, 7), patch=(2, 2, 2), x_mask=True, output="full"), {}),
+    (DerivedCase((1, 1, 4, 3), drop_path=True), {}),  # an image: no spatial row on some ranks
+    # Several chunks of a block are in flight; queries and keys are distributed by heads.
+    (PLAIN, dict(overlap_chunks=2)),
+    (PLAIN, dict(strategy="ulysses")),
+    (PLAIN, dict(placement="branch")),
 ]
 
 
-def compare_on_ranks(cases: list[DerivedCase]) -> None:
+def compare_on_ranks(cases: list[tuple[DerivedCase, dict]]) -> None:
     mesh = SequenceMesh(dist.get_world_size())
     for model in (WORLD, STREET):
-        for case in cases:
-            assert_one_process_result(replace(case, model=model), mesh)
-        # Several chunks of a block are in flight, queries and keys are distributed by heads.
-        assert_one_process_result(replace(CASES[0], model=model), mesh, overlap_chunks=2)
-        assert_one_process_result(replace(CASES[0], model=model), mesh, strategy="ulysses")
-        rows_are_not_padded(replace(CASES[0], model=model), mesh)
+        for case, options in cases:
+            assert_one_process_result(replace(case, model=model), mesh, **options)
+        rows_are_not_padded(replace(PLAIN, model=model), mesh)
 
 
 def rows_are_not_padded(case: DerivedCase, mesh: SequenceMesh) -> None:
@@ -44,9 +47,18 @@ def rows_are_not_padded(case: DerivedCase, mesh: SequenceMesh) -> None:
         assert sum(counts) == case.size[0] * total and max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_output_and_every_gradient_equal_one_process(num_ranks: int, tmp_path: Path) -> None:
-    run_ranks(num_ranks, with_package, write_package(tmp_path), compare_on_ranks, CASES)
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        (3, FEW),
+        pytest.param(2, ALL, marks=pytest.mark.slow),
+        pytest.param(3, ALL, marks=pytest.mark.slow),
+    ],
+)
+def test_output_and_every_gradient_equal_one_process(
+    num_ranks: int, cases: list[tuple[DerivedCase, dict]], tmp_path: Path
+) -> None:
+    run_ranks(num_ranks, with_package, write_package(tmp_path), compare_on_ranks, cases)
 
 
 def conditions_act(folder: Path) -> None:
@@ -67,11 +79,8 @@ def conditions_act(folder: Path) -> None:
         other = model(**inputs | {key: changed})
         assert torch.equal(out[0], other[0]) and not torch.allclose(out[1], other[1])
 
-        # The blocks are one graph of each kind, and text that is encoded once has its own keys.
         text = model.encode_text(inputs["y"])
         torch.testing.assert_close(model(**inputs | {"y": text}), out)
-        compile_blocks(model, backend="aot_eager")
-        torch.testing.assert_close(model(**inputs), out)
 
         with pytest.raises(ValueError, match=r"got the arguments \[\] beside .* extra_inputs"):
             model(**{k: v for k, v in inputs.items() if k not in model.extra_inputs})
@@ -114,6 +123,24 @@ def test_training_starts_from_the_weights_of_an_stdit3(tmp_path: Path) -> None:
 
 def test_conditions_reach_each_sample_and_weights_round_trip(tmp_path: Path) -> None:
     with_package(write_package(tmp_path), conditions_act, tmp_path)
+
+
+def compiled() -> None:
+    """Each kind of block is one graph, for another number of text tokens as well."""
+    for name in (WORLD, STREET):
+        case = DerivedCase((2, 3, 4, 6), model=name, x_mask=True, mask=True)
+        model, inputs = make_model(case), make_inputs(case)
+        expected = model(**inputs), model(**inputs | {"mask": 1 - inputs["mask"]})
+        before = num_graphs()
+        compile_blocks(model, backend="eager")
+        torch.testing.assert_close(model(**inputs), expected[0])
+        torch.testing.assert_close(model(**inputs | {"mask": 1 - inputs["mask"]}), expected[1])
+        assert num_graphs() - before == 2
+
+
+@pytest.mark.slow
+def test_blocks_compile_into_one_graph_of_each_kind(tmp_path: Path) -> None:
+    with_package(write_package(tmp_path), compiled)
 
 
 def one_frame_at_a_time() -> None:
