@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .config import TrainConfig
 from .encoders import planned_latent_size
+from .models.extra_inputs import extra_shapes
 from .models.lora import add_lora, targets_of_any_block
 from .parallel import (
     Options,
@@ -169,4 +170,6 @@ def small_batch(model: Any, shape: LatentShape) -> dict[str, Any]:
     )
     for name in model.sample_inputs:
         inputs[name] = torch.full((num_samples,), sides[name], dtype=double)
+    shapes = extra_shapes(model.extra_inputs, config, frames, (frames, height, width))
+    inputs |= {name: normal(num_samples, *one) for name, one in shapes.items()}
     return inputs

@@ -11,7 +11,13 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from opensora_sp.models.registry import CLASSES, PRESETS, model_class, resolve_config
+from opensora_sp.models.registry import (
+    CLASSES,
+    PRESETS,
+    loaded_classes,
+    model_class,
+    resolve_config,
+)
 
 from .reader import saved_config
 from .state_dict import CONVERSIONS
@@ -64,7 +70,7 @@ def parse_model_config(
         ValueError: if it is of another kind of model, or has settings whose effect is not known.
     """
     name = _class_name(saved, source)
-    known = {field.name for field in dataclasses.fields(CLASSES[name].Config)}
+    known = {field.name for field in dataclasses.fields(model_class(name).Config)}
     values = {key: value for key, value in saved.items() if key in known}
 
     others = saved.keys() - known - {"_class_name"}
@@ -91,14 +97,16 @@ def parse_model_config(
 def _class_name(saved: dict[str, Any], source: Path) -> str:
     architectures = saved.get("architectures") or ()
     names = [saved.get("_class_name"), *architectures, saved.get("model_type")]
+    known = loaded_classes()
     for name in names:
-        if name in CLASSES:
+        if name in known:
             return str(name)
 
     found = [name for name in names if name] or "no model"
     raise ValueError(
-        f"got {source} with a config.json of {found}; expected one of {list(CLASSES)} under "
-        "_class_name, architectures or model_type; check the path, or correct the file"
+        f"got {source} with a config.json of {found}; expected one of {list(known)} under "
+        "_class_name, architectures or model_type; check the path, correct the file, or name a "
+        "class of yours: model='my_package.MyModel'"
     )
 
 
@@ -148,6 +156,9 @@ def choose_config(
         return model_class(model).__name__, resolve_config(model, **overrides), (note,)
 
     name, values, notes = parse_model_config(saved, source)
+    if model is not None and issubclass(model_class(model), model_class(name)):
+        # Strict loading lists what a derived class has beside.
+        name = model_class(model).__name__
     if model is not None:
         preset = PRESETS[model][1] if model in PRESETS else {}
         wanted = {key: value for key, value in preset.items() if key not in overrides}
@@ -263,7 +274,7 @@ def _refuse_differing(
     source: Path, wanted: dict[str, Any], name: str, values: dict[str, Any]
 ) -> None:
     """Raise ValueError unless the model ``name`` of saved ``values`` has the wanted settings."""
-    saved = {**dataclasses.asdict(CLASSES[name].Config()), **values, "_class_name": name}
+    saved = {**dataclasses.asdict(model_class(name).Config()), **values, "_class_name": name}
     # Tuples are lists in JSON.
     wanted, saved = json.loads(json.dumps([wanted, saved]))
     differing = [

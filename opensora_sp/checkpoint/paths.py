@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from .hub import HubName, fetch
 from .shard_index import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
 _DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged(-\d+)?")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 # Names that Hugging Face and ColossalAI write.
 _KNOWN_SAFETENSORS = (
@@ -116,18 +116,22 @@ def _content(run_dir: Path) -> list[Path]:
         ) from None
 
 
-def find_weights(path: str | Path, *, ema: bool = False) -> Path:
-    """Resolve a path to a file or folder of weights.
+def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = False) -> Path:
+    """Resolve a path, or a name on the Hugging Face hub, to a file or folder of weights.
 
-    A run's folder resolves to its newest checkpoint.
+    A run's folder resolves to its newest checkpoint, ``owner/repository[/path][@revision]`` to the
+    hub's cache, where it is not on disk.
 
     Args:
         ema: choose the EMA weights of a checkpoint, ours or of Open-Sora 1.x (``ema.pt``).
+        allow_pickle: also fetch pickled weights from the hub.
 
     Raises:
         ValueError: if there are no weights, or several files without an index.
     """
     name, path = str(path), Path(path)
+    if not path.exists() and (on_hub := HubName.of_missing(name)) is not None:
+        path = fetch(on_hub, allow_pickle=allow_pickle)
     if path.is_file():
         return path
     _check_folder(path, name)
@@ -152,11 +156,9 @@ def find_weights(path: str | Path, *, ema: bool = False) -> Path:
 def _check_folder(path: Path, name: str) -> None:
     """Raise ValueError unless ``path`` is a folder that may hold whole weights."""
     if not path.is_dir():
-        hint = "check the path"
-        if _HUB_NAME.fullmatch(name):
-            hint += f", or download it: hf download {name} --local-dir DIR"
         raise ValueError(
-            f"got checkpoint {name!r}, which is not on disk; expected a file or a folder; {hint}"
+            f"got checkpoint {name!r}, which is not on disk; expected a file, a folder, or a name "
+            "on the hub, whose first part is no folder here; check the path"
         )
 
     _refuse_adapters(path, name)

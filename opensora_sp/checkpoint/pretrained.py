@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.registry import CLASSES
+from opensora_sp.models.registry import model_class
 
 from .adapters import check_adapters, merged, open_adapters, warn_of_other_base
 from .filesystem import FileSystem
@@ -25,6 +25,7 @@ from .state_dict import check_conversions, fitted
 def from_pretrained(
     path: str | Path,
     *,
+    revision: str | None = None,
     model: str | None = None,
     allow_pickle: bool = False,
     strict: bool = True,
@@ -37,7 +38,8 @@ def from_pretrained(
     """Build a model from weights in any layout: Hugging Face folder, file, Booster folder, our run.
 
     Args:
-        path: a file or folder; see ``find_weights``.
+        path: a file or folder, or a name on the Hugging Face hub; see ``find_weights``.
+        revision: branch, tag or commit of a name on the hub, as in "owner/name@revision".
         model: class or preset, required without a ``config.json``; otherwise it must agree
             with that.
         allow_pickle: also read pickled files. A confined process lists their tensors, see
@@ -61,20 +63,21 @@ def from_pretrained(
     if "pred_sigma" in check_conversions(convert):
         config = {"pred_sigma": False, **config}
 
-    weights = open_weights(path, ema=ema, allow_pickle=allow_pickle)
+    source = path if revision is None else f"{path}@{revision}"
+    weights = open_weights(source, ema=ema, allow_pickle=allow_pickle)
     name, settings, notes = choose_config(
         weights.path, weights.config, model, config, num_tensors=len(weights.tensors)
     )
     weights = replace(weights, notes=(*weights.notes, *notes))
 
     with torch.device("meta"):
-        built = CLASSES[name](settings)
+        built = model_class(name)(settings)
     weights = fitted(weights, built, convert=convert, strict=strict)
     weights = _with_adapters(weights, built, lora, ema=ema, allow_pickle=allow_pickle)
 
     if len(weights.tensors) < len(built.state_dict()):
         # The weights lack some: draw these at random.
-        built = CLASSES[name](settings)
+        built = model_class(name)(settings)
     built = fill(built, weights)
 
     if dtype is not None:
@@ -122,9 +125,14 @@ def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
 
 
 def save_pretrained(
-    model: ConditionedModel, path: str | Path, *, max_shard_size: int | str = "5GB"
+    model: ConditionedModel,
+    path: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    license: str | None = None,
+    base_model: str | None = None,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, or shards and their index.
+    """Write ``config.json``, ``model.safetensors`` or shards and their index, and a model card.
 
     The folder is written under a partial name beside it and renamed when complete. Under a
     launcher, call this on one rank, with whole parameters.
@@ -133,13 +141,19 @@ def save_pretrained(
         model: a bare model, or one wrapped for sequence parallelism.
         path: a new or empty folder.
         max_shard_size: largest file, in bytes or as "5GB"; a larger tensor gets a file of its own.
+        license: of the weights, as the hub names it, such as "apache-2.0"; None if not known.
+        base_model: the name on the hub of the model that they were made of.
 
     Raises:
         ValueError: if the folder holds something, or the size is none.
     """
+    from .model_card import CARD, model_card
+
+    card = model_card(model, Path(path).name, license=license, base_model=base_model)
     with new_folder(Path(path)) as folder:
         _write_shards(model, folder, max_shard_size)
         write_model_config(folder, type(model).__name__, model.config)
+        (folder / CARD).write_text(str(card), encoding="utf-8")
         for file in folder.iterdir():
             # safetensors creates files that only their owner may read.
             shutil.copymode(folder / "config.json", file)

@@ -97,7 +97,7 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
         ValueError: if there are none, they are pickled and that is not allowed, damaged, or not a
             state dict.
     """
-    path = find_weights(path, ema=ema)
+    path = find_weights(path, ema=ema, allow_pickle=allow_pickle)
     file = weight_file(path)
     try:
         open_file = _open_shards if is_index(file) else _open_file

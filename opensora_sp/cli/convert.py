@@ -27,6 +27,8 @@ OF_MODELS = (
     "ema",
     "dtype",
     "merge_lora",
+    "license",
+    "base_model",
     "input_size",
     "text_length",
     "drop_sigma",
@@ -68,6 +70,18 @@ def parser() -> argparse.ArgumentParser:
         default="5GB",
         metavar="SIZE",
         help="largest file, bytes or with a unit (default: 5GB)",
+    )
+
+    card = parser.add_argument_group("model card")
+    card.add_argument(
+        "--license",
+        metavar="ID",
+        help="license, as the hub names it: apache-2.0 (default: that of the card in IN)",
+    )
+    card.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="the model on the hub that this one was made of (default: IN, if it is a name there)",
     )
 
     _add_conversions(parser.add_argument_group("conversions"))
@@ -170,6 +184,8 @@ def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
 def _convert(source: Path, args: argparse.Namespace) -> str:
     """Convert the weights of a model; returns what was written."""
     from opensora_sp.checkpoint import from_pretrained, save_pretrained
+    from opensora_sp.checkpoint.hub import HubName
+    from opensora_sp.checkpoint.model_card import saved_license
     from opensora_sp.dtypes import DTYPES
 
     options, convert = _model_options(args)
@@ -186,7 +202,14 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
     if args.to == "diffusers":
         _write_pipeline(model, args)
     else:
-        save_pretrained(model, args.target, max_shard_size=_shard_size(args))
+        name = None if Path(args.source).exists() else HubName.parse(args.source)
+        save_pretrained(
+            model,
+            args.target,
+            max_shard_size=_shard_size(args),
+            license=args.license or saved_license(source),
+            base_model=args.base_model or (None if name is None else name.repository),
+        )
 
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     return f"{type(model).__name__}, {millions:.1f} M parameters, {model.dtype}"

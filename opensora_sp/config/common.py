@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opensora_sp.checkpoint import check_conversions
-from opensora_sp.data import ClipShape, Limits
+from opensora_sp.data import ClipShape, ExtraFiles, Limits
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
 from opensora_sp.models.kernels import Kernels
 from opensora_sp.models.registry import model_class
@@ -27,7 +27,7 @@ from .components import (
     split_type,
 )
 from .findings import raise_together
-from .geometry import check_latents, check_text, latent_size
+from .geometry import check_latents, check_text, extra_files, latent_size
 from .model_spec import ModelSpec
 from .sections import (
     Frames,
@@ -189,6 +189,11 @@ class Common(Strict):
     def model_spec(self) -> ModelSpec:
         """``model``, parsed."""
         return ModelSpec.parse(self.model)
+
+    @property
+    def extra_files(self) -> ExtraFiles | None:
+        """How the model's further inputs (``extra_inputs``) are read; None if it has none."""
+        return extra_files(self.model_spec, self.vae)
 
     @property
     def clip_shape(self) -> ClipShape:

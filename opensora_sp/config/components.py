@@ -49,7 +49,7 @@ def check_overriding_types(draft: Draft) -> None:
     if not isinstance(allowed, (list, tuple)):
         allowed = ()
 
-    for key in ("vae.type", "text_encoder.type", "scheduler.type"):
+    for key in ("model.type", "vae.type", "text_encoder.type", "scheduler.type"):
         name = draft.get(key)
         is_imported = isinstance(name, str) and "." in name
         if is_imported and name not in allowed and _is_override(draft, key):

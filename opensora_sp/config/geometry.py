@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 from opensora_sp.checkpoint.model_config import check_text_length
 from opensora_sp.components import component_class
-from opensora_sp.data import ClipShape
+from opensora_sp.data import ClipShape, ExtraFiles
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
+from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes
 
 from .components import split_type
+from .model_spec import ModelSpec
 
 
 def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | None:
@@ -19,6 +22,26 @@ def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | 
     if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
         return None
     return planned_latent_size(vae, *clip)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The shapes of a model's further inputs for a clip; workers of a loader get a copy."""
+
+    spec: ModelSpec
+    vae: dict[str, Any]
+
+    def __call__(self, clip: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
+        inputs, latents = self.spec.model_class.extra_inputs, planned_latent_size(self.vae, *clip)
+        return extra_shapes(inputs, self.spec.config, clip[0], latents)
+
+
+def extra_files(spec: ModelSpec, vae: dict[str, Any]) -> ExtraFiles | None:
+    """How the further inputs of a model are read; None if it has none."""
+    inputs = spec.model_class.extra_inputs
+    if not inputs:
+        return None
+    return ExtraFiles(tuple(inputs), cut_as_frames(inputs), _Shapes(spec, vae))
 
 
 def check_latents(vae: dict[str, Any], clip: ClipShape) -> None:

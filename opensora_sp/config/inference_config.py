@@ -41,7 +41,9 @@ class InferenceConfig(Common):
     """Largest number of videos in a batch."""
 
     ckpt: str | None = None
-    """Weights: a run, a checkpoint, a Hugging Face folder or a file."""
+    """Weights: a run, a checkpoint, a Hugging Face folder, a file, or a name on the hub such as
+    `hpcai-tech/OpenSora-STDiT-v3`, with `@revision`.
+    """
 
     lora: tuple[str, ...] = ()
     """LoRA adapters to merge into the weights, each `PATH` or `PATH:SCALE`: runs, checkpoints, or

@@ -59,7 +59,7 @@ def saved_train_config(
         ValueError: for what does not fit, and for the names of classes to import: a checkpoint is
             data, and importing a module executes it.
     """
-    for key in ("vae", "text_encoder", "scheduler"):
+    for key in ("model", "vae", "text_encoder", "scheduler"):
         name = str(values.get(key, {}).get("type"))
         if "." in name:
             raise ValueError(

@@ -129,6 +129,14 @@ class Lora(Strict):
     """
 
 
+def _named_files(value: Any) -> Any:
+    """``"actions=a.npy;map=b.npy"``, a cell of a prompt file, as a dict."""
+    if not isinstance(value, str):
+        return value
+    pairs = [one.partition("=") for one in value.split(";")]
+    return {name.strip(): path.strip() for name, _, path in pairs}
+
+
 class PromptOptions(Strict):
     """A prompt and its own options, the columns of a prompt file; None takes the config's value."""
 
@@ -164,6 +172,9 @@ class PromptOptions(Strict):
 
     mask_strategy: str | None = None
     """Placement of the conditioning frames; see docs/sampling.md."""
+
+    inputs: Annotated[dict[str, str], BeforeValidator(_named_files)] = {}
+    """Files of the further inputs of a derived model, by name, or `actions=a.npy;map=b.npy`."""
 
     @model_validator(mode="after")
     def _one_size(self) -> PromptOptions:

@@ -153,7 +153,9 @@ class TrainConfig(Common):
     """Folder of the run."""
 
     load: str | None = None
-    """Initial weights: a run, a checkpoint, a folder or a file; None initialises them randomly."""
+    """Initial weights: a run, a checkpoint, a folder, a file, or a name on the hub such as
+    `hpcai-tech/OpenSora-STDiT-v3`, with `@revision`; None initialises them randomly.
+    """
 
     mask_ratios: dict[str, float] | None = None
     """Probability of each strategy of conditioning frames; see docs/data.md. None: no conditioning
@@ -246,6 +248,7 @@ class TrainConfig(Common):
         yield self._blocks_to_recompute
         yield self._lora_has_a_base
         yield self._condition_fits
+        yield self._extra_inputs_fit
 
     def _blocks_to_recompute(self) -> None:
         if self.grad_checkpoint != "auto":
@@ -338,6 +341,15 @@ class TrainConfig(Common):
                 f"{self.scheduler['type']!r} and mask_ratios {self.mask_ratios}; expected a model "
                 "with use_cond=True, 'rflow' and no mask_ratios; correct these, or remove "
                 "mask_types"
+            )
+
+    def _extra_inputs_fit(self) -> None:
+        inputs = list(self.model_spec.model_class.extra_inputs)
+        if inputs and self.dataset.type == "CachedFeatures":
+            raise ValueError(
+                f"got dataset.type 'CachedFeatures' for the model {self.model_spec.name!r}, which "
+                f"takes {inputs}; expected clips of a manifest with columns for these, which a "
+                "feature cache does not keep; set dataset.type='VideoText' and dataset.manifest"
             )
 
     def _training_precision(self) -> None:

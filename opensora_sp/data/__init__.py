@@ -4,6 +4,7 @@ from .bucket_plan import BucketPlan
 from .buckets import Buckets
 from .cache import CachedClip, CachedFeatures
 from .dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
+from .extra_files import ExtraFiles
 from .index import find_files, index_files, read_captions
 from .limits import Limits
 from .loader import LoadedBatch, StepBatches, StepLoader
@@ -39,6 +40,7 @@ __all__ = [
     "ClipShape",
     "CorruptSample",
     "Entry",
+    "ExtraFiles",
     "Limits",
     "LoadedBatch",
     "Manifest",

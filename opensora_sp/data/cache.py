@@ -62,10 +62,14 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
     Args:
         path: the folder.
 
+    ``extra`` is None: a cache does not keep further inputs of a model.
+
     Raises:
         ValueError: if the cache is not finished.
         KeyError: for a clip or a shape that was not requested when the cache was made.
     """
+
+    extra: None = None
 
     def __init__(self, path: str) -> None:
         self.folder = Path(path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.utils.data import Dataset
 
 from opensora_sp.randomness import generator
 
+from .extra_files import ExtraFiles
 from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
 from .transforms import resize_and_crop
@@ -21,12 +23,13 @@ class Clip:
     """A clip, or some frames of it: ``video`` uint8 ``[3, F, height, width]``, caption, frame rate.
 
     ``transforms.scale`` converts it to what a VAE takes, on the device, so loaders transfer a
-    quarter of the bytes.
+    quarter of the bytes. With its first frame comes ``extra``, see ``ExtraFiles``.
     """
 
     video: Tensor
     text: str
     fps: float
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         cache: keep decoded clips in memory; for small sets, with nothing random.
         seed: of random crops and starts.
         limits: largest frames, clips and files; larger ones count as corrupt.
+        extra: further arrays of a clip, whose files columns of the manifest name.
 
     Raises:
         ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.
@@ -92,6 +96,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         cache: bool = False,
         seed: int = 0,
         limits: Limits = DEFAULT_LIMITS,
+        extra: ExtraFiles | None = None,
     ) -> None:
         if cache and (transform, clip_start) != ("resize_center_crop", "middle"):
             raise ValueError(
@@ -99,7 +104,8 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 "expected nothing random to be kept; drop dataset.cache, or take "
                 "'resize_center_crop' and 'middle'"
             )
-        self.rows = Manifest(manifest)
+        self.rows = Manifest(manifest, () if extra is None else extra.names)
+        self.extra = extra
         self.shape = None
         if num_frames is not None and image_size is not None:
             self.shape = ClipShape(num_frames, *image_size)
@@ -130,6 +136,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
     def _read(self, sample: Sample) -> Clip | CorruptSample:
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)
+        extra: Mapping[str, Tensor] = {}
         start_at, top, left = generator(self.seed, "crop", sample.epoch, sample.clip).random(3)
 
         try:
@@ -143,12 +150,19 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 time_limit=self.time_limit,
                 limits=self.limits,
             )
+            if self.extra is not None and first == 0:
+                extra = self.extra.read(
+                    self.rows.files_of(sample.clip),
+                    shape,
+                    start=start,
+                    interval=self.frame_interval,
+                )
         except UNREADABLE as error:
             return CorruptSample(str(entry.path), f"{type(error).__name__}: {error}")
 
         crop = (top, left) if self.transform == "resize_random_crop" else None
         video = resize_and_crop(frames, (shape.height, shape.width), crop)
-        return Clip(video, entry.text, fps)
+        return Clip(video, entry.text, fps, extra)
 
     def _start(self, entry: Entry, num_frames: int, share: float) -> int:
         """The first frame to read: of the middle, or at this share of the possible starts."""

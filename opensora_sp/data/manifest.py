@@ -50,17 +50,19 @@ class Manifest(Sequence[Entry]):
 
     Args:
         path: ``.csv`` with a header line, ``.jsonl`` with an object a line, or ``.parquet``.
+        files: further columns, which have the path of a file in every line.
 
     Raises:
         ValueError: if the file is missing, has another suffix, lacks a column or a path, is empty,
             or a cell of a column of numbers is not a number.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, files: Sequence[str] = ()) -> None:
         self.file = Path(path)
-        columns = _read_columns(self.file)
-        _check_columns(self.file, columns)
+        columns = _read_columns(self.file, (*Entry._fields, *files))
+        _check_columns(self.file, columns, files)
         self.paths = [str(one) for one in columns["path"]]
+        self.files = {name: [str(one) for one in columns[name]] for name in files}
         self.texts = [str(one or "") for one in columns["text"]]
         self.numbers = {}
         for name in NUMBERS:
@@ -85,6 +87,10 @@ class Manifest(Sequence[Entry]):
                 known[name] = int(values[index]) if name in WHOLE else float(values[index])
         return Entry(self.file.parent / self.paths[index], self.texts[index], **known)
 
+    def files_of(self, index: int) -> dict[str, Path]:
+        """The paths in the columns ``files`` of a line, by column."""
+        return {name: self.file.parent / paths[index] for name, paths in self.files.items()}
+
     def column(self, name: str) -> np.ndarray:
         """One of the columns of numbers as float64 ``[len(self)]``, NaN where it is not known."""
         return self.numbers.get(name, np.full(len(self), np.nan))
@@ -100,6 +106,8 @@ class Manifest(Sequence[Entry]):
             "path": self._summary(len(self), _bytes_of(self.paths)),
             "text": self._summary(sum(map(bool, self.texts)), _bytes_of(self.texts)),
         }
+        for name, paths in self.files.items():
+            found[name] = self._summary(len(self), _bytes_of(paths))
         for name in WHOLE:
             numbers = self.column(name)
             filled = len(numbers) - int(np.isnan(numbers).sum())
@@ -161,28 +169,31 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def _check_columns(path: Path, columns: dict[str, list[Any]]) -> None:
-    missing = [name for name in REQUIRED if name not in columns]
+def _check_columns(path: Path, columns: dict[str, list[Any]], files: Sequence[str]) -> None:
+    required = (*REQUIRED, *files)
+    missing = [name for name in required if name not in columns]
     if missing:
         where = "first line" if path.suffix == ".csv" else "lines"
         raise ValueError(
-            f"got manifest {str(path)!r} with the columns {list(columns)}; expected path and text; "
-            f"add {' and '.join(missing)} to its {where}"
+            f"got manifest {str(path)!r} with the columns {list(columns)}; expected "
+            f"{' and '.join(required)}; add {' and '.join(missing)} to its {where}"
         )
     if not columns["path"]:
         raise ValueError(
             f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
         )
-    without = [row for row, one in enumerate(columns["path"]) if one is None or one == ""]
-    if without:
-        raise ValueError(
-            f"got manifest {str(path)!r} with {len(without)} clips without a path, clip "
-            f"{without[0] + 1} is the first; expected a file for each; fill them in, or remove "
-            "these lines"
-        )
+    for name in ("path", *files):
+        without = [row for row, one in enumerate(columns[name]) if one is None or one == ""]
+        if without:
+            what = "a path" if name == "path" else name
+            raise ValueError(
+                f"got manifest {str(path)!r} with {len(without)} clips without {what}, clip "
+                f"{without[0] + 1} is the first; expected a file for each; fill them in, or "
+                "remove these lines"
+            )
 
 
-def _read_columns(path: Path) -> dict[str, list[Any]]:
+def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
     if not path.is_file():
         raise ValueError(
             f"got manifest {str(path)!r}, which is not a file; expected a CSV, JSONL or Parquet "
@@ -191,7 +202,7 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
         )
     check_suffix(path)
     if path.suffix == ".parquet":
-        return _read_parquet(path)
+        return _read_parquet(path, wanted)
 
     try:
         # utf-8-sig: Excel begins UTF-8 with a byte-order mark.
@@ -199,8 +210,9 @@ def _read_columns(path: Path) -> dict[str, list[Any]]:
             lines = _lines(path, file)
             if path.suffix == ".csv":
                 reader = csv.DictReader(lines, restkey="cells without a column")
-                return _by_column(reader, _checked_names(path, reader.fieldnames or []))
-            return _by_column((_parsed(path, line) for line in lines if line.strip()), [])
+                return _by_column(reader, _checked_names(path, reader.fieldnames or []), wanted)
+            rows = (_parsed(path, line) for line in lines if line.strip())
+            return _by_column(rows, [], wanted)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"got manifest {str(path)!r}, which cannot be read ({error}); expected UTF-8 with "
@@ -227,13 +239,15 @@ def _checked_names(path: Path, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _by_column(rows: Iterable[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
-    """The columns of ``Entry``; of others in the first line only the names, for messages."""
+def _by_column(
+    rows: Iterable[dict[str, Any]], names: Iterable[str], wanted: Sequence[str]
+) -> dict[str, list[Any]]:
+    """The ``wanted`` columns; of others in the first line only the names, for messages."""
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in enumerate(rows):
         if not number:
             columns |= {name: [] for name in row if name not in columns}
-        for name in Entry._fields:
+        for name in wanted:
             if name in row and name not in columns:
                 columns[name] = [None] * number
             if name in columns:
@@ -254,7 +268,7 @@ def _parsed(path: Path, line: str) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path) -> dict[str, list[Any]]:
+def _read_parquet(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -268,7 +282,7 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
                     f"{opened.metadata.num_rows:,} clips; expected other paths for all of them; "
                     "do not use it"
                 )
-            names = [name for name in Entry._fields if name in opened.schema_arrow.names]
+            names = [name for name in wanted if name in opened.schema_arrow.names]
             table = opened.read(names)
             return {name: table[name].to_pylist() for name in names}
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

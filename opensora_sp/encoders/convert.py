@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,14 @@ from opensora_sp.checkpoint import (
     open_weights,
     saved_config,
 )
+from opensora_sp.checkpoint.hub import HubName, fetch
 from opensora_sp.checkpoint.pretrained import shard_size_error
 from opensora_sp.checkpoint.tensor_file import file_order
 
-from .loading import PICKLES, download
+from .loading import HUB_FILES
 
 # Beginnings of the classes that config.json names, of diffusers, transformers and Open-Sora.
 ENCODERS = ("AutoencoderKL", "VideoAutoencoder", "T5", "MT5", "UMT5")
-# NAME/REPOSITORY on the hub, and a folder in it.
-HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)/?([\w./-]*)")
 
 
 def fetched(source: str) -> Path:
@@ -36,18 +34,8 @@ def fetched(source: str) -> Path:
     Raises:
         ValueError: if it is a name on the hub that cannot be downloaded.
     """
-    name = HUB_NAME.fullmatch(source)
-    if Path(source).exists() or name is None:
-        return Path(source)
-
-    try:
-        return download(name[1], name[2], PICKLES) / name[2]
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"got {source!r}, which is not on disk and cannot be downloaded from the hub by that "
-            f"name ({error}); expected a file, a folder, or a name and a network; check it, or "
-            f"download it elsewhere: hf download {name[1]} --local-dir DIR"
-        ) from error
+    name = None if Path(source).exists() else HubName.of_missing(source)
+    return Path(source) if name is None else fetch(name, allow_pickle=True, more=HUB_FILES)
 
 
 def is_encoder(source: Path) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from opensora_sp.checkpoint import PickledWeightsError, convert_command, open_weights
+from opensora_sp.checkpoint import PickledWeightsError, convert_command, hub, open_weights
 from opensora_sp.checkpoint import saved_config as read_config
+from opensora_sp.checkpoint.hub import HubName
 
 # What is downloaded of a repository, as patterns of fnmatch.
 HUB_FILES = (
@@ -30,12 +32,6 @@ HUB_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-)
-PICKLES = (
-    "pytorch_model*.bin",
-    "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model*.bin",
-    "diffusion_pytorch_model.bin.index.json",
 )
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -158,7 +154,7 @@ def _copied_in_calls(layer: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class PretrainedFiles:
-    """The files of an encoder: a local folder, or a name on the Hugging Face hub.
+    """The files of an encoder: a local folder, or a name on the hub, ``owner/name[@revision]``.
 
     Weights are read by ``open_weights`` alone. diffusers and transformers unpickle whatever files
     an index of shards names, also with ``use_safetensors=True``.
@@ -242,8 +238,13 @@ class PretrainedFiles:
     def _pickled(self) -> ValueError:
         """The error for weights of which there are pickles only, with the command to convert."""
         path = Path(self.source)
-        target = f"{path if self.is_local else path.name}-safetensors"
-        command = convert_command(path / self.subfolder, Path(target, self.subfolder))
+        name = HubName.parse(self.source)
+        target = f"{path if self.is_local or name is None else Path(name.repository).name}"
+        target += "-safetensors"
+        source = path / self.subfolder
+        if not self.is_local and name is not None:
+            source = Path(str(replace(name, path=self.subfolder)))
+        command = convert_command(source, Path(target, self.subfolder))
         return ValueError(
             f"got {self.key}.from_pretrained {self.source!r}, whose weights are pickled, and a "
             f"pickle can run code as it is read; expected safetensors; convert them once: "
@@ -252,31 +253,26 @@ class PretrainedFiles:
 
     def _has_pickles_on_the_hub(self) -> bool:
         """Whether the hub has no safetensors of a name, but pickles, which are not downloaded."""
-        if self.is_local or any(self.folder.glob("*.safetensors")) or not _hub_answers():
+        name = None if self.is_local else HubName.parse(self.source)
+        if name is None or any(self.folder.glob("*.safetensors")) or not hub.answers():
             return False
 
-        from huggingface_hub import list_repo_files
-
-        files = [Path(file) for file in list_repo_files(self.source)]
+        files = [Path(file) for file in hub.files_of(name)]
         return any(file.parent == Path(self.subfolder) and file.suffix == ".bin" for file in files)
 
 
-def download(name: str, subfolder: str = "", more: tuple[str, ...] = ()) -> Path:
+def download(name: str, subfolder: str = "") -> Path:
     """The folder in the hub's cache with the files of a repository that encoders read.
 
     Args:
         subfolder: the only folder of the repository to download.
-        more: patterns of other files to download, such as ``PICKLES``.
 
     Raises:
         OSError, ValueError: if there is no such repository, or neither hub nor cache has it.
     """
-    from huggingface_hub import snapshot_download
-
-    patterns = [str(Path(subfolder, pattern)) for pattern in (*HUB_FILES, *more)]
-    return Path(
-        snapshot_download(name, allow_patterns=patterns, local_files_only=not _hub_answers())
-    )
+    patterns = [str(Path(subfolder, pattern)) for pattern in HUB_FILES]
+    # The error for what cannot be a name is huggingface_hub's.
+    return hub.snapshot(HubName.parse(name) or HubName(name), patterns, is_online=hub.answers())
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -307,8 +303,9 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.utils import HFValidationError
 
+        name, config = HubName.parse(source), str(Path(subfolder or "", "config.json"))
         try:
-            found = try_to_load_from_cache(source, str(Path(subfolder or "", "config.json")))
+            found = name and try_to_load_from_cache(name.repository, config, revision=name.revision)
         except HFValidationError:
             found = None  # the path of a folder on another machine
         if not isinstance(found, str):
@@ -329,19 +326,6 @@ def saved_config(folder: str | Path, subfolder: str | None = None) -> dict[str, 
     """The ``config.json`` of a local folder; None if there is none."""
     path = Path(folder, subfolder or "")
     return read_config(path) if path.is_dir() else None
-
-
-def _hub_answers() -> bool:
-    """Whether the hub can be reached; the libraries themselves try for a minute."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    # Errors depend on the HTTP library; offline mode raises as well.
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:
-        return False
-    return True
 
 
 def shortly(error: Exception) -> str:

@@ -96,9 +96,9 @@ class HeldoutLoss:
 
     def _readable(self, chosen: Sequence[int], shape: ClipShape) -> tuple[list[int], Features]:
         """Those of some clips that can be read, and their features. Collective in the group."""
-        ids, source = list(chosen), self.encoder.source
+        ids = list(chosen)
         while True:
-            features = Features.filled(float("nan"), len(ids), shape, source, self.device)
+            features = self.encoder.filled(float("nan"), len(ids), shape)
             if not ids:
                 return ids, features
             batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)

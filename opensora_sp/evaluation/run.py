@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,15 @@ def preflight(
         ValueError: for what does not fit.
     """
     _check_numbers(settings)
+    find = partial(find_weights, allow_pickle=settings.allow_pickle)
     if find_adapters(settings.ckpt, ema=settings.use_ema) is None:
-        find_weights(settings.ckpt, ema=settings.use_ema)
+        find(settings.ckpt, ema=settings.use_ema)
     cfg = _with_sp_size(_config(settings), settings.sp_size)
     if settings.allow_pickle:
         cfg = cfg.model_copy(update={"allow_pickle": True})
     check_launch(cfg, _world_size())
     source = _sources(settings, cfg)
-    weights = find_weights(source.weights, ema=source.ema)
+    weights = find(source.weights, ema=source.ema)
     opened_adapters(cfg, source.lora, ema=settings.use_ema)
     if saved_config(weights) is not None:
         spec = cfg.model_spec
@@ -140,6 +142,7 @@ def preflight(
         frame_interval=cfg.dataset.frame_interval,
         time_limit=cfg.dataset.time_limit,
         limits=cfg.limits,
+        extra=cfg.extra_files,
     )
     return cfg, weights, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
 

@@ -33,6 +33,7 @@ class Batch:
     inputs: dict[str, Any]
     ids: Tensor  # int64 [B], of the clips
     text_lengths: list[int]  # tokens of each caption, also of captions that this rank does not need
+    extra: tuple[str, ...] = ()  # inputs that this rank has for its own clips only
 
     @property
     def x_t(self) -> Tensor:
@@ -47,7 +48,7 @@ class Batch:
     @property
     def of_group(self) -> dict[str, Any]:
         """The tensors that are equal on all ranks of a group: not latents and captions."""
-        own = ("y", "mask", "cond", "mask_index")
+        own = ("y", "mask", "cond", "mask_index", *self.extra)
         shared = {name: one for name, one in self.inputs.items() if name not in own}
         return {"ids": self.ids} | shared
 
@@ -86,12 +87,13 @@ class BatchMaker:
             drop_path=draws.drop_path,
             **numbers,
             **frames_beside_the_input(latents, draws),
+            **features.extra,
         )
         if x_mask is not None:
             x_mask = to_device(x_mask, self.device)
         index = () if draws.condition is None else draws.condition.index
         noised = Noised.of(self.flow, latents, draws.noise, t, x_mask, index)
-        return Batch(noised, inputs, draws.ids, features.text_lengths)
+        return Batch(noised, inputs, draws.ids, features.text_lengths, tuple(features.extra))
 
 
 def frames_beside_the_input(latents: Tensor, draws: Draws) -> dict[str, Any]:

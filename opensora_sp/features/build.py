@@ -50,6 +50,7 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
         image_size=None if bucketed else cfg.size,
         seed=cfg.seed,
         limits=cfg.limits,
+        extra=cfg.extra_files,
         **cfg.dataset.model_dump(exclude={"type", "path", "max_bad_fraction"}),
     )
 

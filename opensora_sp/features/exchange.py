@@ -98,10 +98,14 @@ def agreed_rates(rates: Mapping[int, float | None], mesh: SequenceMesh) -> dict[
 
 
 class Payload(NamedTuple):
-    """What one rank sends another: latents ``[n, c]`` and captions ``[k, 1, L, W]``, float32."""
+    """What one rank sends another, float32.
+
+    That is latents ``[n, c]`` and, of each clip whose caption is sent, the features ``[1, L, W]``
+    of this caption and further arrays. Received ones are flat.
+    """
 
     latents: Tensor
-    captions: Sequence[Tensor] | Tensor
+    captions: Sequence[Tensor]
 
     def pack(self) -> Tensor:
         """As one flat buffer: the latents, then the captions."""

@@ -115,6 +115,12 @@ def check_reproducible(cfg: TrainConfig) -> None:
             "got dataset.type 'CachedFeatures' to make a feature cache of; expected 'VideoText' or "
             "'VariableVideoText'; pass the config that reads the files"
         )
+    if cfg.extra_files is not None:
+        raise ValueError(
+            f"got the model {cfg.model_spec.name!r}, which takes {list(cfg.extra_files.names)} of "
+            "a clip, to make a feature cache for; expected a model of video and caption, since "
+            "a cache keeps nothing else; train from the manifest"
+        )
 
 
 class CacheWriter:

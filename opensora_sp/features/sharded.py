@@ -5,7 +5,8 @@
 3. Each rank encodes its portions of the clips that all could read, and captions of clips whose
    first frame it has.
 4. One all-to-all sends every rank the latents of the rows in which its tokens enter and leave the
-   model, and the captions of the clips that these belong to.
+   model, and the captions of the clips that these belong to, with further arrays that the model
+   takes (``ExtraFiles``).
 5. If any rank could not read a clip, all ranks substitute the clip that the plan names for it, and
    repeat the steps from 1 on.
 
@@ -20,15 +21,24 @@ the group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opensora_sp.data import BatchPlan, ClipShape, CorruptSample, MicroBatch, ReadRequest, Sample
+from opensora_sp.data import (
+    BatchPlan,
+    ClipShape,
+    CorruptSample,
+    ExtraFiles,
+    MicroBatch,
+    ReadRequest,
+    Sample,
+)
 from opensora_sp.parallel import SequenceMesh, held_rows
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.layout import plan_delivery
@@ -58,13 +68,21 @@ class Features:
     mask: Tensor  # int64 [B, L] on the CPU
     fps: Tensor  # float32 [B]
     text_lengths: list[int]  # tokens of each caption, also of captions that this rank does not need
+    extra: dict[str, Tensor] = field(default_factory=dict)  # float32 [B, ...], see ``ExtraFiles``
 
     @classmethod
     def filled(
-        cls, value: float, num_clips: int, shape: ClipShape, source: Source, device: torch.device
+        cls,
+        value: float,
+        num_clips: int,
+        shape: ClipShape,
+        source: Source,
+        device: torch.device,
+        extra: ExtraFiles | None = None,
     ) -> Features:
-        """Latents of one value, and empty captions."""
+        """Latents of one value, empty captions, and zeros as ``extra`` arrays."""
         size = source.latent_size(shape)
+        shapes = {} if extra is None else extra.shapes_of(shape)
         return cls(
             shape,
             torch.full((num_clips, *size, source.channels), value, device=device),
@@ -72,7 +90,12 @@ class Features:
             torch.zeros(num_clips, source.max_length, dtype=torch.int64),
             torch.full((num_clips,), DEFAULT_FPS, device=device),
             [0] * num_clips,
+            {name: torch.zeros(num_clips, *one, device=device) for name, one in shapes.items()},
         )
+
+    def with_caption(self, place: int) -> list[Tensor]:
+        """Views of what comes with a clip's caption: its features, and the ``extra`` arrays."""
+        return [self.y[place], *(tensor[place] for tensor in self.extra.values())]
 
     @property
     def latents(self) -> Tensor:
@@ -110,6 +133,11 @@ class ShardedEncoder:
         self.source, self.corrupt, self.device = source, corrupt, device
         self._take_whole = {own.ranks for own in mesh.own} if whole else set()
         self._assignment = lru_cache(maxsize=16)(self._assign)
+
+    def filled(self, value: float, num_clips: int, shape: ClipShape) -> Features:
+        """Features of clips whose latents have one value, see ``Features.filled``."""
+        extra = self.dataset.extra
+        return Features.filled(value, num_clips, shape, self.source, self.device, extra)
 
     def samples(
         self,
@@ -151,11 +179,11 @@ class ShardedEncoder:
         """
         shape = micro_batch.shape
         if not micro_batch.ids:
-            return micro_batch, Features.filled(0.0, 1, shape, self.source, self.device)
+            return micro_batch, self.filled(0.0, 1, shape)
 
         ids = list(micro_batch.ids)
         places = list(range(len(ids)))
-        features = Features.filled(float("nan"), len(ids), shape, self.source, self.device)
+        features = self.filled(float("nan"), len(ids), shape)
 
         for attempt in range(MAX_SUBSTITUTES + 1):
             places = self.encode_readable(features, ids, places, items)
@@ -240,13 +268,14 @@ class ShardedEncoder:
         payloads = []
         for receiver, positions in enumerate(packed):
             places = assignment.captions(self.mesh.sp_rank, receiver)
-            payloads.append(Payload(latents[positions], [captions[place] for place in places]))
+            with_captions = list(chain.from_iterable(captions[place] for place in places))
+            payloads.append(Payload(latents[positions], with_captions))
         return payloads
 
     def _captions(
         self, own: Sequence[Portion], items: Sequence[Any], features: Features
-    ) -> dict[int, Tensor]:
-        """Features of the captions that this rank encodes, ``[1, L, W]``, by place."""
+    ) -> dict[int, list[Tensor]]:
+        """Features of the captions that this rank encodes, ``[1, L, W]``, and arrays, by place."""
         with_caption = {}
         for portion, item in zip(own, items, strict=True):
             if portion.has_caption:
@@ -264,7 +293,9 @@ class ShardedEncoder:
                     "most max_length); expected the same number; correct encode or num_tokens of "
                     "the class that text_encoder.type names"
                 )
-            captions[place] = pad(text, (0, 0, 0, self.source.max_length - len(text)))[None]
+            captions[place] = [pad(text, (0, 0, 0, self.source.max_length - len(text)))[None]]
+            for name in features.extra:
+                captions[place].append(to_device(with_caption[place].extra[name], self.device))
         return captions
 
     def _exchange(
@@ -273,14 +304,15 @@ class ShardedEncoder:
         """Send each rank its payload; returns the payloads received, rank by rank."""
         if self.mesh.sp_size == 1:
             return sent
-        channels, caption = self.source.channels, features.y[0]
-        sections = []  # of each payload received: elements of the latents and of the captions
+        channels = self.source.channels
+        of_clip = [tensor.numel() for tensor in features.with_caption(0)]
+        sections = []  # of each payload received: elements of the latents, and of each tensor
         for sender, num_positions in enumerate(assignment.delivery.recv_splits):
             num_captions = len(assignment.captions(sender, self.mesh.sp_rank))
-            sections.append([num_positions * channels, num_captions * caption.numel()])
+            sections.append([num_positions * channels, *of_clip * num_captions])
 
         buffers = [payload.pack() for payload in sent]
-        recv = [sum(of_payload) for of_payload in sections]
+        recv = list(map(sum, sections))
         assert self.mesh.sp_group is not None
         received, _ = all_to_all(
             torch.cat(buffers),
@@ -293,8 +325,8 @@ class ShardedEncoder:
 
         payloads = []
         for buffer, of_payload in zip(received.split(recv), sections, strict=True):
-            latents, captions = buffer.split(of_payload)
-            payloads.append(Payload(latents.view(-1, channels), captions.view(-1, *caption.shape)))
+            latents, *captions = buffer.split(of_payload)
+            payloads.append(Payload(latents.view(-1, channels), captions))
         return payloads
 
     def _fill(self, assignment: Assignment, received: list[Payload], features: Features) -> None:
@@ -304,9 +336,11 @@ class ShardedEncoder:
         positions[numbers] = torch.cat([payload.latents for payload in received])
 
         for sender, payload in enumerate(received):
-            places = assignment.captions(sender, self.mesh.sp_rank)
-            for place, y in zip(places, payload.captions, strict=True):
-                features.y[place] = y
+            places, received_with = assignment.captions(sender, self.mesh.sp_rank), payload.captions
+            targets = chain.from_iterable(map(features.with_caption, places))
+            for target, tensor in zip(targets, received_with, strict=True):
+                target.copy_(tensor.view_as(target))
+            for place in places:
                 features.mask[place, : features.text_lengths[place]] = 1
 
     def _assign(

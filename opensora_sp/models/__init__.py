@@ -1,10 +1,12 @@
 """STDiT models in plain torch, without process groups."""
 
 from . import packed_operator  # noqa: F401 (registers the operator of compiled attention)
+from .blocks import STDiT3Block
 from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
 from .config import STDiT2Config, STDiT3Config, STDiTConfig
 from .hook_points import Attend, Gather, Point, Segment, Shard, Switch, Tokenwise
+from .layers import CrossAttention, PatchEmbed3D
 from .registry import build_model
 from .stdit import STDiT
 from .stdit2 import STDiT2
@@ -16,7 +18,9 @@ Rowwise = Tokenwise
 
 __all__ = [
     "Attend",
+    "CrossAttention",
     "Gather",
+    "PatchEmbed3D",
     "PatchGrid",
     "Point",
     "Rows",
@@ -25,6 +29,7 @@ __all__ = [
     "STDiT2",
     "STDiT2Config",
     "STDiT3",
+    "STDiT3Block",
     "STDiT3Config",
     "STDiTConfig",
     "Segment",

@@ -7,7 +7,7 @@ sample (1, or 2 with conditioning frames).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,7 +27,6 @@ from .config import SharedConfig
 from .embedders import CaptionEmbedder, PatchEmbed3D
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
-from .layers import CrossAttention
 from .recompute import EVERYTHING, Recompute, levels_of
 from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
@@ -67,6 +66,8 @@ class ConditionedModel(nn.Module):
     sharding_points: ClassVar[dict[str, str]]
     # Numbers of a sample that ``forward`` takes, ``[B]`` each, by name.
     sample_inputs: ClassVar[tuple[str, ...]] = ()
+    # Further tensors of a sample that ``forward`` takes, by name: axes as in ``extra_inputs.py``.
+    extra_inputs: ClassVar[Mapping[str, str]] = {}
 
     config: SharedConfig
     x_embedder: PatchEmbed3D
@@ -83,21 +84,22 @@ class ConditionedModel(nn.Module):
     def from_pretrained(cls: type[Model], path: str | Path, **options: Any) -> Model:
         """Build a model of this class from weights in any layout.
 
-        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``strict``, ``ema``,
-        ``dtype`` and others, and values of the configuration.
+        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``revision`` of a name
+        on the hub, ``strict``, ``ema``, ``dtype`` and others, and values of the configuration.
         """
         from opensora_sp.checkpoint import from_pretrained
 
         return from_pretrained(path, model=cls.__name__, **options)  # type: ignore[return-value]
 
-    def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Write ``config.json`` and safetensors into a new folder.
+    def save_pretrained(self, path: str | Path, **options: Any) -> None:
+        """Write ``config.json``, safetensors and a model card into a new folder.
 
-        ``max_shard_size`` is that of ``opensora_sp.checkpoint.save_pretrained``.
+        The options are those of ``opensora_sp.checkpoint.save_pretrained``: ``max_shard_size``,
+        ``license``, ``base_model``.
         """
         from opensora_sp.checkpoint import save_pretrained
 
-        save_pretrained(self, path, max_shard_size=max_shard_size)
+        save_pretrained(self, path, **options)
 
     def position_tables(self) -> dict[str, Tensor]:
         """Buffers in the state dict that follow from the configuration, by name."""
@@ -139,8 +141,8 @@ class ConditionedModel(nn.Module):
         """
         check_text(self.config, len(y), y, mask, drop_caption)
         text = self.embed_text(y, mask, drop_caption)
-        blocks = (module for module in self.modules() if isinstance(module, CrossAttention))
-        return replace(text, keys_values={block: block.kv_linear(text.tokens) for block in blocks})
+        layers = (block.cross_attn for block in self.transformer_blocks)
+        return replace(text, keys_values={layer: layer.kv_linear(text.tokens) for layer in layers})
 
     def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
         """Captions packed and projected, ``[N, C]``; encoded text is returned as it is."""

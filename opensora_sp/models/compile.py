@@ -20,15 +20,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from opensora_sp.compile_cache import has_triton, use_compile_cache
 
-if TYPE_CHECKING:
-    from .conditioning import Condition
+from .conditioning import Condition, RowText
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +148,10 @@ def _mark_what_differs(condition: Condition) -> None:
         mark(condition.own_keys_values, 0)
     # Tensors of lengths are made here, and not where a graph is traced.
     mark(condition.packing.lengths, 1)
+    for one in condition.extra.values():
+        if isinstance(one, RowText):
+            mark(one.tokens, 0)
+            mark(one.packing.lengths, 1)
 
     # Those of the local rows, and of rows in which a part of these attends elsewhere.
     for groups in condition.rows.grid.known_groups:

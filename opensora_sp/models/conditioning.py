@@ -11,9 +11,10 @@ b samples of n rows (``Rows.expand_to_rows``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,17 @@ class Text:
         keys_values = {block: cut(both) for block, both in self.keys_values.items()}
         return Text(cut(self.tokens), [self.lengths[i] for i in samples], keys_values)
 
+    def of_rows(self, rows: Rows) -> RowText:
+        """For cross-attention of the local rows: the captions of samples with local tokens."""
+        return self._of_tokens(rows.tokens_per_sample())
+
+    def _of_tokens(self, tokens: Sequence[int]) -> RowText:
+        """The captions of samples that have ``tokens`` here; at least one, for its gradient."""
+        samples = [sample for sample, count in enumerate(tokens) if count] or [0]
+        text = self.of_samples(samples)
+        packing = Packing([tokens[sample] for sample in samples], text.lengths)
+        return RowText(text.tokens, packing, text.keys_values)
+
     @property
     def shared_form(self) -> str:
         """What has to be equal on the ranks that share a batch.
@@ -79,6 +91,21 @@ class Text:
         return (
             f"Text of {len(self.lengths)} captions, {self.tokens.shape[1]} channels {dtype}{keys}"
         )
+
+
+@dataclass(frozen=True)
+class RowText:
+    """What the local tokens attend to in cross-attention.
+
+    Attributes:
+        tokens: ``[N, C]``, packed, of the samples with local tokens.
+        packing: numbers of local tokens and of these that belong together.
+        keys_values: see ``Text``.
+    """
+
+    tokens: Tensor
+    packing: Packing
+    keys_values: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +127,8 @@ class Condition:
         groups: tokens that attend to each other, if the local rows attend here.
         part: which rows the local ones are of the samples that ``entries`` are of, for functions of
             ``kernels``. None where entries are those of the local rows.
+        extra: what a model's ``lay_out`` has made of its ``extra_inputs`` for these rows, by name.
+        per_frame: each frame has modulation states of its own, ``[B, m * T, n, C]``.
         own_keys_values: those of the block that runs, if looked up ahead.
     """
 
@@ -114,6 +143,8 @@ class Condition:
     rotation: Tensor | None
     groups: Groups | None
     part: kernels.Part | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    per_frame: bool = False
     own_keys_values: Tensor | None = None
 
     def keys_values_of(self, layer: nn.Module) -> Tensor | None:
@@ -135,7 +166,11 @@ class Condition:
         of which kernels find those of a token.
         """
         # By views: the backward of an index with slices fills a tensor with zeros for each.
-        table = table.unsqueeze(2).unsqueeze(2)  # [B, m, 1, 1, k, C]
+        if self.per_frame:
+            table = table.unflatten(1, (-1, self.rows.grid.frames))
+            table = table.unsqueeze(3 if self.rows.layout == SPATIAL else 2)
+        else:
+            table = table.unsqueeze(2).unsqueeze(2)  # [B, m, 1 or T, 1 or T, k, C]
         # That of unbind is a copy, of a single state as well.
         states = (table.squeeze(1),) if table.shape[1] == 1 else table.unbind(1)
         if self.frames is None or ignore_frames:
@@ -202,12 +237,13 @@ class Conditioning:
     """What a batch is conditioned on.
 
     Attributes:
-        modulation: ``[B, m, k, C]``.
+        modulation: ``[B, m, k, C]``; ``per_frame`` ``[B, m * T, k, C]``, a state for each frame.
         frames: bool ``[B, T]``, True for conditioning frames.
         text: one caption for each sample. With ``null_frames`` a second one for each sample follows
             these; the frames of these numbers attend to it instead.
         at_once: how many entries of the modulation a part of a block reads; None for all.
         spatial_rope, temporal_rope: rotate queries and keys, within a frame or over frames.
+        lay_out: makes ``Condition.extra`` of the local rows, once for each layout.
     """
 
     modulation: Tensor
@@ -217,6 +253,8 @@ class Conditioning:
     spatial_rope: RotaryEmbedding | None = None
     temporal_rope: RotaryEmbedding | None = None
     at_once: int | None = None
+    per_frame: bool = False
+    lay_out: Callable[[Rows], Mapping[str, Any]] | None = None
     _conditions: dict[bool, Condition] = field(default_factory=dict, init=False)
 
     def tables(self, own: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -259,10 +297,8 @@ class Conditioning:
             null_tokens = rows.tokens_per_sample(self.null_frames)
             tokens = [n - null for n, null in zip(tokens, null_tokens, strict=True)] + null_tokens
 
-        # Blocks project the captions of local tokens only; at least one, for its gradient.
-        samples = [sample for sample, count in enumerate(tokens) if count] or [0]
-        text = self.text.of_samples(samples)
-
+        # Blocks project the captions of local tokens only.
+        text = self.text._of_tokens(tokens)
         return Condition(
             rows=rows,
             # Cut once for all blocks: the backward of each cut fills a tensor with zeros.
@@ -270,12 +306,14 @@ class Conditioning:
             frames=frames,
             dtype=modulation.dtype,
             text=text.tokens,
-            packing=Packing([tokens[sample] for sample in samples], text.lengths),
+            packing=text.packing,
             order=order,
             keys_values=text.keys_values,
             rotation=rotation,
             groups=rows.own_groups,
             part=_part_of_samples(rows) if kernels.chosen("modulation", modulation) else None,
+            extra={} if self.lay_out is None else self.lay_out(rows),
+            per_frame=self.per_frame,
         )
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import difflib
 from typing import Any
 
+from opensora_sp.components import component_class
+
 from .base import ConditionedModel
 from .stdit import STDiT
 from .stdit2 import STDiT2
@@ -32,13 +34,38 @@ def build_model(name: str, **config: Any) -> ConditionedModel:
 
 
 def model_class(name: str) -> type[ConditionedModel]:
-    """The class behind a class name or preset."""
-    known = {**CLASSES, **{preset: cls for preset, (cls, _) in PRESETS.items()}}
-    if name not in known:
+    """The class of this name: see ``loaded_classes``, a preset's, or "my_package.MyModel".
+
+    Raises:
+        ValueError: if there is none, or it is not derived from a model of this package.
+    """
+    known = {**loaded_classes(), **{preset: cls for preset, (cls, _) in PRESETS.items()}}
+    if name not in known and "." not in name:
         raise ValueError(
-            f"got model {name!r}; expected one of {list(known)}; {_nearest(name, list(known))}"
+            f"got model {name!r}; expected one of {list(known)}, or a class of yours like "
+            f"'my_package.MyModel'; {_nearest(name, list(known))}"
         )
-    return known[name]
+
+    found = component_class("model", name, known)
+    if not (isinstance(found, type) and issubclass(found, ConditionedModel)):
+        raise ValueError(
+            f"got model.type {name!r}, which is {found!r}; expected a class derived from one of "
+            f"{list(CLASSES)}; derive it, or parallelize it by a ShardPlan (docs/custom_model.md)"
+        )
+    return found
+
+
+def loaded_classes() -> dict[str, type[ConditionedModel]]:
+    """Models by the name of their class: those of this package, and derived ones.
+
+    A derived class is known once its module has been imported. Nothing is imported here, since
+    names stand in files that come with weights.
+    """
+    found, todo = dict[str, type[ConditionedModel]](), list(CLASSES.values())
+    for cls in todo:
+        found[cls.__name__] = cls
+        todo += cls.__subclasses__()
+    return {**found, **CLASSES}
 
 
 def resolve_config(name: str, **config: Any) -> Any:

@@ -11,7 +11,9 @@ rows, V patch volume, m modulation states of a sample (1, or 2 with conditioning
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from .blocks import FinalLayer, STDiT3Block
 from .conditioning import Conditioning, Text
 from .config import STDiT3Config
 from .embedders import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
+from .extra_inputs import check_extra_inputs
 from .functions import with_zero_gradients
 from .input_checks import check_conditioning_frames, check_inputs, check_packed_lengths
 from .positions import PositionEmbedding2D, RotaryEmbedding, RotaryEmbedding3D
@@ -38,11 +41,21 @@ class STDiT3(ConditionedModel):
 
     Config = STDiT3Config
     config: STDiT3Config
+    Block: ClassVar[type[STDiT3Block]] = STDiT3Block
     sample_inputs = ("fps", "height", "width")
     sharding_points = MODEL_POINTS | dict(
         spatial="spatial_blocks.*.attn",
         temporal="temporal_blocks.*.attn",
         tokenwise="*_blocks.*.tokenwise",
+    )
+    # Layers that begin with zeros. No temporal branch contributes at initialization, so the model
+    # starts as an image model. The embedders of conditioning frames are zero too, so these frames
+    # are ignored at first.
+    zero_initialized: ClassVar[tuple[str, ...]] = (
+        "final_layer.linear",
+        "x_embedder_cond*.proj",
+        "temporal_blocks.*attn.proj",
+        "temporal_blocks.*.mlp.fc2",
     )
 
     def __init__(self, config: STDiT3Config) -> None:
@@ -64,21 +77,14 @@ class STDiT3(ConditionedModel):
         self.y_embedder = CaptionEmbedder(config.caption_channels, width, config.model_max_length)
 
         self.spatial_blocks = nn.ModuleList(
-            STDiT3Block(config, spatial_rope, in_frame=True) for _ in range(depth)
+            self.Block(config, spatial_rope, in_frame=True) for _ in range(depth)
         )
-        self.temporal_blocks = nn.ModuleList(STDiT3Block(config, self.rope) for _ in range(depth))
+        self.temporal_blocks = nn.ModuleList(self.Block(config, self.rope) for _ in range(depth))
         self.final_layer = FinalLayer(config)
 
-        # No temporal branch contributes at initialization, so the model starts as an image model.
-        # The embedders of conditioning frames are zero too, so these frames are ignored at first.
         self.initialize(
             embedders=(self.t_embedder, self.fps_embedder, self.t_block, self.y_embedder),
-            zero=(
-                "final_layer.linear",
-                "x_embedder_cond*.proj",
-                "temporal_blocks.*attn.proj",
-                "temporal_blocks.*.mlp.fc2",
-            ),
+            zero=self.zero_initialized,
         )
 
     def forward(
@@ -99,6 +105,7 @@ class STDiT3(ConditionedModel):
         video_mask: Tensor | None = None,
         drop_caption: Tensor | None = None,
         drop_path: Tensor | None = None,
+        **extra: Tensor,
     ) -> Tensor:
         """Predict the velocity (and, with ``pred_sigma``, more channels) of noisy latents.
 
@@ -119,6 +126,7 @@ class STDiT3(ConditionedModel):
                 default the null caption, unless y is encoded.
             drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Each entry skips a block's
                 modulated branches.
+            extra: the ``extra_inputs`` of a derived model, ``[B, ...]`` each.
 
         Returns:
             ``[B, C_out, frames, height, width]`` in float32 (float64 when the model is float64).
@@ -126,11 +134,16 @@ class STDiT3(ConditionedModel):
         config = self.config
         check_inputs(config, x, timestep, y, mask, x_mask, drop_caption, drop_path, video_mask)
         check_conditioning_frames(config, x, y, cond, cond_mask, mask_index, y_null)
+        check_extra_inputs(self.extra_inputs, x, extra)
 
         # The timestep, the frame rate and the text condition all tokens.
         fps = timestep.new_full((1,), DEFAULT_FPS) if fps is None else fps
         t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
         t = t + self.fps_embedder(fps, len(x))[:, None]  # [B, m, C]
+        num_frames = -(-x.shape[2] // config.patch_size[0])
+        of_frames = self.embed_frames(extra, num_frames)  # [B, T, C]
+        if of_frames is not None:
+            t = (t[:, :, None] + of_frames[:, None]).flatten(1, 2)  # [B, m * T, C]
         text = self.embed_text(y, mask, drop_caption)
         if mask_index:
             nulls = torch.ones(len(x), dtype=torch.bool) if y_null is None else None
@@ -143,6 +156,8 @@ class STDiT3(ConditionedModel):
             null_frames=sorted(set(mask_index or ())),
             spatial_rope=self.rope if config.use_spatial_rope else None,
             temporal_rope=self.rope,
+            per_frame=of_frames is not None,
+            lay_out=partial(self.lay_out, extra),
         )
 
         # Embed the patches of the local spatial rows.
@@ -168,6 +183,26 @@ class STDiT3(ConditionedModel):
 
         x = self.final_layer(x, t, conditioning.temporal(rows))  # [R, T, V * C_out]
         return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
+
+    def embed_frames(self, extra: Mapping[str, Tensor], num_frames: int) -> Tensor | None:
+        """What is added to each frame's embedding of the timestep, ``[B, T, C]``; None for nothing.
+
+        For derived models, which make it of their ``extra_inputs``. Every rank computes it for all
+        frames, and blocks read those of the local rows.
+
+        Args:
+            num_frames: T, frames of patches.
+        """
+        return None
+
+    def lay_out(self, extra: Mapping[str, Tensor], rows: Rows) -> Mapping[str, Any]:
+        """What blocks read as ``condition.extra``, made of ``extra_inputs`` for the local rows.
+
+        For derived models. It is called once for the rows of spatial and once for those of temporal
+        blocks. ``self.patchify(z, rows)`` has the local patches of a tensor like x, and
+        ``Text(tokens, lengths).of_rows(rows)`` the sequences that local tokens may attend to.
+        """
+        return {}
 
     def add_conditioning_frames(
         self, x: Tensor, cond: Tensor | None, cond_mask: Tensor | None, rows: Rows

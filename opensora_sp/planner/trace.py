@@ -16,6 +16,7 @@ from opensora_sp.config.sections import Lora
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import compile_blocks
+from opensora_sp.models.extra_inputs import extra_shapes
 from opensora_sp.models.lora import add_lora, targets_of_any_block
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
@@ -172,6 +173,10 @@ def step_inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, 
         if getattr(config, "drop_path", 0.0):
             inputs["drop_path"] = torch.zeros(2 * config.depth, size, dtype=torch.bool)
         inputs |= {name: torch.zeros(size) for name in model.sample_inputs}
+        # A video has as many frames as its latents here, or more.
+        frames, height, width = latents[2:]
+        shapes = extra_shapes(model.extra_inputs, config, frames, (frames, height, width))
+        inputs |= {name: torch.zeros(size, *shape) for name, shape in shapes.items()}
 
     inputs["drop_caption"] = torch.ones(size, dtype=torch.bool)
     return inputs

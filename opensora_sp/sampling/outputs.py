@@ -196,6 +196,8 @@ def facts_of(
         facts["cond_type"] = cfg.cond_type
     if cfg.lora:
         facts["lora"] = cfg.lora
+    if request.inputs:
+        facts["inputs"] = {name: str(path) for name, path in request.inputs.items()}
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}

@@ -25,7 +25,7 @@ from opensora_sp.parallel import SequenceMesh
 
 from .conditioning import Insertion, Prompt, frames_of_kind, insert_references, prompt_of_loop
 from .decoding import Frames, decode, frames_of
-from .requests import Request
+from .requests import Request, extra_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Pipeline:
             torch.tensor([request.fps for request in batch], device=self.device),
             latent_frames=z.shape[2],
         )
+        numbers |= self._extra_inputs(batch)
         copies = self._copies(conditioning_frames)
         text = text or self.encode(batch, loop, copies=copies)
         predict = self._prediction(text, numbers, copies, conditioning_frames)
@@ -132,6 +133,14 @@ class Pipeline:
                 "checkpoint, or sample with precision 'fp32'"
             )
         return latents
+
+    def _extra_inputs(self, batch: Sequence[Request]) -> dict[str, Tensor]:
+        """The model's further inputs ``[B, ...]``; predictions without the prompt have them too."""
+        of_requests = [extra_inputs(self.cfg, request) for request in batch]
+        return {
+            name: torch.stack([one[name] for one in of_requests]).to(self.device)
+            for name in of_requests[0]
+        }
 
     def _copies(self, conditioning_frames: ConditioningFrames | None) -> int:
         """Predictions of a step; a loop without conditioning frames is guided by text alone."""

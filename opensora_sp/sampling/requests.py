@@ -7,8 +7,8 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Request:
             its position.
         sample: number of the video among those of the same prompt.
         own_name: the name of its files, without suffix; None makes one of index and prompt.
+        inputs: files of the model's further inputs, by name.
     """
 
     prompt: Prompt
@@ -78,6 +79,7 @@ class Request:
     place: int = 0
     sample: int = 0
     own_name: str | None = None
+    inputs: Mapping[str, Path] = field(default_factory=dict, hash=False)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -187,6 +189,7 @@ def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) 
         place=index if own.seed is None else 0,
         sample=sample,
         own_name=own_name,
+        inputs={name: Path(path) for name, path in own.inputs.items()},
     )
 
 
@@ -284,6 +287,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 
     for request in requests:
         frames = latent_frames(cfg, request)
+        extra_inputs(cfg, request)
         prompt_of_loop(request.prompt.text, cfg.loop - 1)  # raises for malformed prompts
         if cfg.loop > 1 and cfg.condition_frame_length >= frames:
             raise ValueError(
@@ -329,6 +333,30 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
             f"input_size {wanted}; change the size, or take a checkpoint of that size"
         )
     return latent_size[0]
+
+
+def extra_inputs(cfg: InferenceConfig, request: Request) -> dict[str, Tensor]:
+    """The further inputs of the model for a video, float32, by name; read from the prompt's files.
+
+    Raises:
+        ValueError: if some are missing, too many, or cannot be read.
+    """
+    files = cfg.extra_files
+    names = [] if files is None else list(files.names)
+    if request.inputs.keys() != set(names) or (names and cfg.loop > 1):
+        raise ValueError(
+            f"got inputs {list(request.inputs)} and loop {cfg.loop} for {request.prompt.text!r}; "
+            f"expected files of {names}, which the model {cfg.model_spec.name!r} takes beside the "
+            "prompt, and loop=1 with such; set inputs of the prompt, for example "
+            "inputs=dict(actions='actions.npy')"
+        )
+    try:
+        return {} if files is None else files.read(request.inputs, request.shape)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"got inputs of {request.prompt.text!r} that cannot be read ({error}); expected a "
+            ".npy file of numbers for each, in the shape of the model's extra_inputs; correct it"
+        ) from None
 
 
 def _check_condition(kind: str, prompt: Prompt) -> None:

@@ -108,7 +108,7 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
     check_writable(Path(cfg.outputs))
     if cfg.ckpt is None:
         raise ValueError("got no checkpoint; expected trained weights; pass --ckpt PATH")
-    weights = find_weights(cfg.ckpt, ema=cfg.use_ema)
+    weights = find_weights(cfg.ckpt, ema=cfg.use_ema, allow_pickle=cfg.allow_pickle)
     if saved_config(weights) is not None:
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)

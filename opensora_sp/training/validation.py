@@ -73,6 +73,7 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
         time_limit=cfg.dataset.time_limit,
         cache=cfg.dataset.cache,
         limits=cfg.limits,
+        extra=cfg.extra_files,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from random_weights import draw_weights
 from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -161,8 +162,9 @@ def planned_models() -> None:
             compare(Branches().double(), mesh, *inputs, allowed=allowed, **low)
 
     space: dict = {"__name__": "example"}
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
-    assert len(blocks) == 3
+    # Those with a file name are modules of derived models (test_derived_models.py).
+    blocks = re.findall(r"```python\n(?!# my_package)(.*?)```", DOCUMENT.read_text(), flags=re.S)
+    assert len(blocks) == 4
 
     for block in blocks:
         exec(block, space)
@@ -176,6 +178,13 @@ def planned_models() -> None:
 
     assert counter.calls["switch", "backward"]
     checkpointed(space["MyDiT"], mesh)
+    for shape in ((1, 4, 5, 3, 3), (2, 4, 1, 2, 5), (2, 4, 3, 1, 1)):
+        compare(
+            draw_weights(space["Latte"]().double()),
+            mesh,
+            torch.randn(shape).double(),
+            torch.rand(shape[0]).double(),
+        )
 
 
 def checkpointed(model_class: type, mesh: SequenceMesh) -> None:

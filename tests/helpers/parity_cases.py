@@ -126,7 +126,7 @@ def make_inputs(case: Case) -> dict[str, Any]:
 
 def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    found.update(x=inputs["x"].grad, y=inputs["y"].grad)
+    found.update((name, z.grad) for name, z in inputs.items() if getattr(z, "requires_grad", False))
     for name, gradient in found.items():
         if name == "y" and gradient is None:  # every caption dropped
             found[name] = torch.zeros_like(inputs["y"])

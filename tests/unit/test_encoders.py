@@ -18,7 +18,7 @@ from hostile import RunsWhenUnpickled, check_torchscript_attacks, write_torchscr
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import write_model_config
+from opensora_sp.checkpoint import hub, write_model_config
 from opensora_sp.cli import main
 from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type
 from opensora_sp.data import read_frames
@@ -34,7 +34,6 @@ from opensora_sp.encoders import (
     TextEncoder,
     decoded_pieces,
     independent_pieces,
-    loading,
     planned_latent_size,
 )
 from opensora_sp.encoders.huggingface import clean_caption
@@ -333,7 +332,7 @@ def test_missing_weights_name_the_local_folder_way(
         ValueError, match=rf"got {key}.from_pretrained .* set {key}.from_pretrained to a folder"
     ):
         cls(str(tmp_path))
-    monkeypatch.setattr(loading, "_hub_answers", lambda: False)
+    monkeypatch.setattr(hub, "answers", lambda: False)
     there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*"
     there += "the hub cannot be reached"
     with pytest.raises(ValueError, match=rf"{there}.* set {key}.from_pretrained to a folder"):
@@ -342,7 +341,7 @@ def test_missing_weights_name_the_local_folder_way(
 
 def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert not loading._hub_answers()
+    assert not hub.answers()
 
 
 @pytest.mark.parametrize(("cls", "key"), ENCODERS)
@@ -708,7 +707,7 @@ def test_names_on_the_hub_are_converted_as_well(
     copy = shutil.copytree(t5_folder, tmp_path / "t5")
     cached_repository(pickled(copy), tmp_path / "hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(loading, "_hub_answers", lambda: False)
+    monkeypatch.setattr(hub, "answers", lambda: False)
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(ValueError, match="'somebody/t5', whose weights are pickled") as error:
@@ -728,14 +727,16 @@ def test_pickles_of_a_repository_are_not_downloaded(
     files += ["vae/config.json", "flax_model.msgpack", "pytorch_model.bin.index.json"]
     asked = []
 
-    def snapshot(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
-        assert not local_files_only
+    def snapshot(
+        name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
+        assert not local_files_only and revision is None
         asked.extend(filter_repo_objects(files, allow_patterns=allow_patterns))
         return str(shutil.copytree(t5_folder, tmp_path / "0", ignore=ignore_patterns("*.safe*")))
 
-    monkeypatch.setattr(loading, "_hub_answers", lambda: True)
+    monkeypatch.setattr(hub, "answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name: files)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name, revision: files)
     with pytest.raises(ValueError, match="'somebody/t5', whose weights are pickled"):
         T5TextEncoder("somebody/t5")
     assert asked == files[:3]

@@ -1,0 +1,213 @@
+"""Weights by their name on the Hugging Face hub: ``owner/repository[/path][@revision]``.
+
+Files come into the cache of huggingface_hub. Its locks let one process of a node download a file,
+while the other ranks wait for it. Safetensors are preferred; pickles are downloaded only where they
+may be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"([\w.-]+/[\w.-]+)/?([\w./-]*)(?:@([\w./-]+))?", re.ASCII)
+# Of a folder: the first of these that it has, whose shards go with it, or else all safetensors.
+_SAFETENSORS = (
+    ("model.safetensors",),
+    ("model.safetensors.index.json", "model-*.safetensors"),
+    ("diffusion_pytorch_model.safetensors",),
+    ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-*.safetensors"),
+    ("*.safetensors", "*.safetensors.index*.json"),
+)
+_PICKLES = ("*.bin", "*.bin.index*.json", "*.pt", "*.pth")
+# Beside the weights. A card has their license.
+_ABOUT = ("config.json", "README.md")
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository of models on the hub, a file or folder in it, and a branch, tag or commit."""
+
+    repository: str
+    path: str = ""
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, source: str) -> HubName | None:
+        """The parts of a name; None for what cannot be one."""
+        found = _NAME.fullmatch(source)
+        return None if found is None else cls(found[1], found[2].strip("/"), found[3])
+
+    @classmethod
+    def of_missing(cls, source: str) -> HubName | None:
+        """The name that a path which is not on disk may be; None for a path into a folder here."""
+        first = source.partition("/")[0]
+        is_path = source.startswith((".", "~", "/")) or Path(first).is_dir()
+        return None if is_path else cls.parse(source)
+
+    def __str__(self) -> str:
+        path = f"/{self.path}" if self.path else ""
+        return f"{self.repository}{path}" + (f"@{self.revision}" if self.revision else "")
+
+
+def answers() -> bool:
+    """Whether the hub can be reached; the libraries themselves try for a minute."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    # Errors depend on the HTTP library.
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:
+        return False
+    return True
+
+
+def files_of(name: HubName) -> list[str]:
+    """The files of a repository, as the hub lists them."""
+    from huggingface_hub import list_repo_files
+
+    return list_repo_files(name.repository, revision=name.revision)
+
+
+def snapshot(name: HubName, patterns: Sequence[str], *, is_online: bool) -> Path:
+    """The folder in the hub's cache of a repository, of which files like ``patterns`` are fetched.
+
+    Raises:
+        OSError, ValueError: if there is no such repository, or neither hub nor cache has it.
+    """
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            name.repository,
+            revision=name.revision,
+            allow_patterns=list(patterns),
+            local_files_only=not is_online,
+        )
+    )
+
+
+# A run opens its weights more than once: each time the same commit.
+@lru_cache(maxsize=16)
+def fetch(name: HubName, *, allow_pickle: bool = False, more: tuple[str, ...] = ()) -> Path:
+    """The path in the cache of weights on the hub: a file, or a folder with ``config.json``.
+
+    Args:
+        allow_pickle: also fetch pickled weights, where there are no others.
+        more: patterns of further files in the same folder.
+
+    Raises:
+        ValueError: if hub or cache do not have it, or it holds no weights that may be read.
+    """
+    try:
+        is_online = answers()
+        if is_online:
+            listed = files_of(name)
+            wanted = chosen_files(name, listed, allow_pickle=allow_pickle, more=more)
+            folder = snapshot(name, wanted, is_online=True)
+        else:
+            folder = snapshot(name, (), is_online=False)
+            found = [path for path in folder.rglob("*") if path.is_file()]
+            listed = [path.relative_to(folder).as_posix() for path in found]
+            chosen_files(name, listed, allow_pickle=allow_pickle)
+    except _NoWeightsError as error:
+        raise ValueError(str(error)) from None
+    # Errors of huggingface_hub depend on its version and its HTTP library.
+    except Exception as error:
+        raise _not_fetched(name, error) from error
+
+    logger.info("weights: %s of the hub is commit %s, in %s", name, folder.name, folder)
+    return folder / name.path
+
+
+class _NoWeightsError(Exception):
+    """A repository that holds no weights that may be read."""
+
+
+def chosen_files(
+    name: HubName, listed: Sequence[str], *, allow_pickle: bool, more: Sequence[str] = ()
+) -> list[str]:
+    """Those of a repository's files that are needed to read the weights at a name.
+
+    Raises:
+        ValueError: if there are none, with the files that there are.
+    """
+    if name.path in listed:
+        weights, folder = [name.path], PurePosixPath(name.path).parent
+    else:
+        folder = PurePosixPath(name.path)
+        here = [file for file in listed if PurePosixPath(file).parent == folder]
+        weights = _weights_among(here, allow_pickle=allow_pickle)
+
+    if not weights:
+        raise _no_weights(name, listed, folder)
+    about = {str(folder / pattern) for pattern in (*_ABOUT, *more)}
+    return [*weights, *(f for f in listed if any(fnmatchcase(f, one) for one in about))]
+
+
+def _weights_among(files: Sequence[str], *, allow_pickle: bool) -> list[str]:
+    """The weights among the files of one folder: safetensors, or else pickles."""
+    for patterns in (*_SAFETENSORS, _PICKLES if allow_pickle else ()):
+        names = [file for file in files if _is_like(file, patterns)]
+        if any(_is_like(file, patterns[:1]) for file in names):
+            return names
+        if patterns is _PICKLES and names:
+            return names
+    return []
+
+
+def _is_like(file: str, patterns: Sequence[str]) -> bool:
+    name = PurePosixPath(file).name
+    is_optimizer = name.startswith(("optim", "pytorch_optim"))
+    return not is_optimizer and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _no_weights(name: HubName, listed: Sequence[str], folder: PurePosixPath) -> _NoWeightsError:
+    pickles = [f for f in listed if PurePosixPath(f).parent == folder and _is_like(f, _PICKLES)]
+    if pickles:
+        target = f"{PurePosixPath(name.repository).name}-safetensors"
+        return _NoWeightsError(
+            f"got checkpoint {str(name)!r} on the hub, whose weights ({pickles[0]}) are pickled, "
+            "and a pickle can run code as it is read; expected safetensors; convert them once: "
+            f"opensora-sp convert {name} {target} --allow-pickle, or pass allow_pickle=True "
+            "(--allow-pickle)"
+        )
+
+    there = ", ".join(sorted(listed)[:_LISTED]) or "nothing"
+    others = len(listed) - _LISTED
+    if others > 0:
+        there += f" and {others} more"
+    return _NoWeightsError(
+        f"got checkpoint {str(name)!r} on the hub, which holds no weights there; expected a file "
+        f"of weights, or a folder with one; there are: {there}; name one of these as "
+        f"{name.repository}/PATH, or check the name"
+    )
+
+
+def _not_fetched(name: HubName, error: Exception) -> ValueError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):
+        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "it cannot be reached"
+        reason = f"which is not on disk, and not in the hub's cache either, while {offline}"
+    else:
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = f"which is not on disk and cannot be fetched from the hub by that name ({text})"
+    revision = f" --revision {name.revision}" if name.revision else ""
+    return ValueError(
+        f"got checkpoint {str(name)!r}, {reason}; expected a path, or a name on the hub and a "
+        f"network to fetch it; check the path, or download it where there is a network: hf "
+        f"download {name.repository}{revision} --local-dir DIR (`hf auth login` for private ones)"
+    )

@@ -1,0 +1,76 @@
+"""Further inputs of derived models: tensors of a sample that training and sampling read from files.
+
+A model class names them with their axes, for example::
+
+    extra_inputs = {"actions": "frames action_size", "layout": "classes t h w", "boxes": "32 7"}
+
+Axes are separated by spaces:
+
+* ``frames``: frames of the video. Where it comes first, a file may be longer than a clip, and is
+  cut as the clip's frames are.
+* ``t``, ``h``, ``w``: frames, height and width of the latents.
+* a number, or the name of a whole number in the model's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+FRAMES = "frames"
+
+
+def extra_shapes(
+    inputs: Mapping[str, str], config: Any, num_frames: int, latent_size: tuple[int, int, int]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a sample's further inputs, by name.
+
+    Args:
+        inputs: a model's ``extra_inputs``.
+        config: of the model.
+        num_frames: of the video.
+        latent_size: frames, height and width of the latents.
+
+    Raises:
+        ValueError: for an axis that is none.
+    """
+    frames, height, width = latent_size
+    sizes = {FRAMES: num_frames, "t": frames, "h": height, "w": width}
+
+    def size_of(name: str, axis: str) -> int:
+        size = int(axis) if axis.isdecimal() else sizes.get(axis, getattr(config, axis, None))
+        if not isinstance(size, int):
+            raise ValueError(
+                f"got the axis {axis!r} of {name} in extra_inputs; expected {FRAMES}, t, h, w, a "
+                f"number, or a whole number of {type(config).__name__}; correct the model's class"
+            )
+        return size
+
+    return {
+        name: tuple(size_of(name, axis) for axis in axes.split()) for name, axes in inputs.items()
+    }
+
+
+def cut_as_frames(inputs: Mapping[str, str]) -> frozenset[str]:
+    """The names of those whose first axis counts frames of the video."""
+    return frozenset(name for name, axes in inputs.items() if axes.split()[:1] == [FRAMES])
+
+
+def check_extra_inputs(
+    inputs: Mapping[str, str], x: Tensor, passed: Mapping[str, Tensor | None]
+) -> None:
+    """Raise ValueError unless just the further inputs were passed, one entry for each sample."""
+    if passed.keys() != inputs.keys():
+        raise ValueError(
+            f"got the arguments {sorted(passed)} beside those of STDiT3; expected "
+            f"{sorted(inputs)}, the extra_inputs of the model's class; pass these"
+        )
+    for name, tensor in passed.items():
+        if tensor is None or tensor.ndim == 0 or len(tensor) != len(x) or tensor.device != x.device:
+            found = "None" if tensor is None else f"{tuple(tensor.shape)} on {tensor.device}"
+            raise ValueError(
+                f"got {name} of shape {found}; expected [{len(x)}, {inputs[name]}] on {x.device}; "
+                "pass one entry per sample"
+            )

@@ -1,0 +1,164 @@
+"""Models derived from STDiT3 outside of the package: the examples of the docs, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from derived_models import STREET, WORLD, DerivedCase, with_package, write_package
+from parity_cases import assert_one_process_result, make_inputs, make_model
+from ranks import run_ranks
+
+from opensora_sp.checkpoint import from_pretrained, save_pretrained
+from opensora_sp.models import compile_blocks
+from opensora_sp.models.compile import num_graphs
+from opensora_sp.parallel import SequenceMesh, held_rows, parallelize
+
+PLAIN = DerivedCase((1, 5, 7, 9))
+FEW = [(PLAIN, {}), (DerivedCase((2, 3, 5, 6), mask=True, x_mask=True, checkpoint=True), {})]
+ALL = [
+    *FEW,
+    (DerivedCase((1, 7, 5, 7), patch=(2, 2, 2), x_mask=True, output="full"), {}),
+    (DerivedCase((1, 1, 4, 3), drop_path=True), {}),  # an image: no spatial row on some ranks
+    # Several chunks of a block are in flight; queries and keys are distributed by heads.
+    (PLAIN, dict(overlap_chunks=2)),
+    (PLAIN, dict(strategy="ulysses")),
+    (PLAIN, dict(placement="branch")),
+]
+
+
+def compare_on_ranks(cases: list[tuple[DerivedCase, dict]]) -> None:
+    mesh = SequenceMesh(dist.get_world_size())
+    for model in (WORLD, STREET):
+        for case, options in cases:
+            assert_one_process_result(replace(case, model=model), mesh, **options)
+        rows_are_not_padded(replace(PLAIN, model=model), mesh)
+
+
+def rows_are_not_padded(case: DerivedCase, mesh: SequenceMesh) -> None:
+    """The ranks hold all rows once, and their numbers differ by at most one."""
+    model = parallelize(make_model(case), mesh)
+    grid = model.config.grid(case.size[0], case.size[1:])
+    for place, total in enumerate((case.patches[0], case.patches[1])):
+        counts = [held[place].count for held in held_rows(model, grid)]
+        assert sum(counts) == case.size[0] * total and max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        (3, FEW),
+        pytest.param(2, ALL, marks=pytest.mark.slow),
+        pytest.param(3, ALL, marks=pytest.mark.slow),
+    ],
+)
+def test_output_and_every_gradient_equal_one_process(
+    num_ranks: int, cases: list[tuple[DerivedCase, dict]], tmp_path: Path
+) -> None:
+    run_ranks(num_ranks, with_package, write_package(tmp_path), compare_on_ranks, cases)
+
+
+def conditions_act(folder: Path) -> None:
+    for name in (WORLD, STREET):
+        case = DerivedCase((2, 3, 4, 6), model=name, x_mask=True)
+        model, inputs = make_model(case), make_inputs(case)
+        out = model(**inputs)
+        out.square().sum().backward()
+        for key in model.extra_inputs:
+            # All of it, of each sample and frame, has an effect.
+            assert inputs[key].grad.flatten(1).ne(0).any(1).all()
+            assert not torch.equal(out, model(**inputs | {key: inputs[key] + 1}))
+
+        # A sample is not conditioned on what belongs to another.
+        key = next(iter(model.extra_inputs))
+        changed = inputs[key].detach().clone()
+        changed[1] += 1
+        other = model(**inputs | {key: changed})
+        assert torch.equal(out[0], other[0]) and not torch.allclose(out[1], other[1])
+
+        text = model.encode_text(inputs["y"])
+        torch.testing.assert_close(model(**inputs | {"y": text}), out)
+
+        with pytest.raises(ValueError, match=r"got the arguments \[\] beside .* extra_inputs"):
+            model(**{k: v for k, v in inputs.items() if k not in model.extra_inputs})
+        with pytest.raises(ValueError, match=rf"got {key} of shape \(1, .* one entry per sample"):
+            model(**inputs | {key: inputs[key][:1]})
+
+        save_pretrained(model, folder / name)
+        for loaded in (
+            from_pretrained(folder / name),
+            from_pretrained(folder / name, model=name),
+            type(model).from_pretrained(folder / name),
+        ):
+            assert type(loaded) is type(model) and loaded.config == model.config
+            torch.testing.assert_close(loaded(**inputs), out)
+
+
+def starts_from(folder: Path) -> None:
+    """Weights of an STDiT3 with the new layers, which change nothing at first."""
+    for name in (WORLD, STREET):
+        case = DerivedCase((1, 3, 4, 6), model=name)
+        derived, inputs = make_model(case), make_inputs(case)
+        own = {one: inputs.pop(one) for one in derived.extra_inputs}
+        base = make_model(replace(case, model="STDiT3"))
+        save_pretrained(base, folder / f"base of {name}")
+
+        with pytest.raises(ValueError, match="missing"):
+            type(derived).from_pretrained(folder / f"base of {name}")
+        options = {one: getattr(derived.config, one) for one in case.options()}
+        loaded = (
+            type(derived)
+            .from_pretrained(folder / f"base of {name}", strict=False, **options)
+            .double()
+        )
+        torch.testing.assert_close(loaded(**inputs, **own), base(**inputs))
+
+
+def test_training_starts_from_the_weights_of_an_stdit3(tmp_path: Path) -> None:
+    with_package(write_package(tmp_path), starts_from, tmp_path)
+
+
+def test_conditions_reach_each_sample_and_weights_round_trip(tmp_path: Path) -> None:
+    with_package(write_package(tmp_path), conditions_act, tmp_path)
+
+
+def compiled() -> None:
+    """Each kind of block is one graph, for another number of text tokens as well."""
+    for name in (WORLD, STREET):
+        case = DerivedCase((2, 3, 4, 6), model=name, x_mask=True, mask=True)
+        model, inputs = make_model(case), make_inputs(case)
+        expected = model(**inputs), model(**inputs | {"mask": 1 - inputs["mask"]})
+        before = num_graphs()
+        compile_blocks(model, backend="eager")
+        torch.testing.assert_close(model(**inputs), expected[0])
+        torch.testing.assert_close(model(**inputs | {"mask": 1 - inputs["mask"]}), expected[1])
+        assert num_graphs() - before == 2
+
+
+@pytest.mark.slow
+def test_blocks_compile_into_one_graph_of_each_kind(tmp_path: Path) -> None:
+    with_package(write_package(tmp_path), compiled)
+
+
+def one_frame_at_a_time() -> None:
+    """A condition of one frame changes the modulation of that frame alone."""
+    case = DerivedCase((1, 6, 4, 4))
+    model, inputs = make_model(case), make_inputs(case)
+    seen = []
+    norm = model.spatial_blocks[0].attn.register_forward_pre_hook(
+        lambda module, arguments: seen.append(arguments[0])
+    )
+    model(**inputs)
+    changed = inputs["actions"].detach().clone()
+    changed[:, 2] += 1
+    model(**inputs | {"actions": changed})
+    norm.remove()
+    differing = (seen[0] - seen[1]).abs().flatten(1).amax(1) > 0
+    assert differing.tolist() == [False, False, True, False, False, False]
+
+
+def test_an_action_modulates_its_frame_alone(tmp_path: Path) -> None:
+    with_package(write_package(tmp_path), one_frame_at_a_time)

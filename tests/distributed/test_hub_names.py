@@ -1,0 +1,177 @@
+"""Names on the Hugging Face hub wherever weights are named, from a fake hub and its cache."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_hub import FakeHub, commit_of, use_hub
+from random_weights import draw_weights
+from ranks import run_ranks
+from runs import SAMPLE, TRAIN, write_toy_set
+
+from opensora_sp.checkpoint import find_weights, from_pretrained, hub, save_pretrained
+from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.model_card import CARD, model_card, saved_license
+from opensora_sp.cli import main
+from opensora_sp.config import load_inference_config, load_train_config
+from opensora_sp.encoders.convert import fetched
+from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
+from opensora_sp.models import build_model
+from opensora_sp.sampling.run import preflight
+from opensora_sp.training.preflight import check_initial_weights
+
+NAME = "somebody/stdit3"
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configs, and two revisions of the weights of their model."""
+    folder = tmp_path_factory.mktemp("hub")
+    manifest = write_toy_set(folder / "clips", 3)
+    (folder / "train.py").write_text(TRAIN.format(manifest=str(manifest)))
+    (folder / "sample.py").write_text(SAMPLE)
+    options = dict(load_inference_config(folder / "sample.py").model)
+    model = build_model(options.pop("type"), **options)
+    for seed, name in enumerate(("first", "second")):
+        save_pretrained(draw_weights(model, seed=seed), folder / name, license="apache-2.0")
+    return folder
+
+
+def make_hub(place: Path) -> FakeHub:
+    first, second = files_in(place / "first"), files_in(place / "second")
+    pickled = io.BytesIO()
+    torch.save({"weight": torch.ones(2)}, pickled)
+    both = {"pytorch_model.bin": pickled.getvalue(), "optimizer.bin": b"0", "own.py": b"import os"}
+    return FakeHub(
+        {
+            NAME: {"main": {**first, **both}, "v2": second, "refs%2Fpr%2F1": second},
+            "somebody/pickled": {"main": {"config.json": b"{}", **both}},
+            "somebody/many": {"main": {f"readme-{i}.txt": b"" for i in range(12)}},
+            "somebody/folders": {
+                "main": {f"{part}/{name}": first[name] for part in ("a", "b") for name in first}
+            },
+        }
+    )
+
+
+def by_name(address: str, place: Path, cache: Path) -> list[str]:
+    """What every place that names weights makes of names; two ranks at the same time."""
+    use_hub(address, cache)
+    first, second = (from_pretrained(place / name).state_dict() for name in ("first", "second"))
+
+    def same(model: torch.nn.Module, wanted: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(one, wanted[name]) for name, one in model.state_dict().items())
+
+    dist.barrier()
+    found = find_weights(NAME)
+    dist.barrier()
+    assert same(from_pretrained(NAME), first) and not same(from_pretrained(NAME), second)
+    for other in (from_pretrained(f"{NAME}@v2"), from_pretrained(NAME, revision="v2")):
+        assert same(other, second)
+    assert same(from_pretrained(f"{NAME}@refs/pr/1"), second)
+    assert same(from_pretrained("somebody/folders/b"), first)
+    assert same(from_pretrained(f"somebody/folders/a/{'model.safetensors'}"), first)
+
+    # Training, sampling, encoders, conversion.
+    check_initial_weights(load_train_config(place / "train.py", [f"load={NAME}@v2"]))
+    options = [f"ckpt={NAME}@v2", "prompts=['a']", f"outputs={cache / 'out'}"]
+    _, weights = preflight(load_inference_config(place / "sample.py", options))
+    assert weights == find_weights(f"{NAME}@v2")
+    files = PretrainedFiles(f"{NAME}@v2", "vae")
+    assert files.config()["depth"] == 2
+    tensors = files.tensors()
+    assert tensors.keys() == second.keys()
+    assert all(torch.equal(tensors[name], second[name]) for name in tensors)
+    assert weights_digest(f"{NAME}@v2") == weights_digest(str(find_weights(f"{NAME}@v2")))
+    assert fetched(f"{NAME}@v2") == weights
+
+    def refused(message: str, name: str, **options: bool) -> None:
+        with pytest.raises(ValueError, match=message):
+            find_weights(name, **options)
+
+    there = r"readme-0.txt, .* and 4 more; name one of these as somebody/many/PATH"
+    refused(rf"'somebody/many' on the hub, which holds no weights there.* there are: {there}",
+            "somebody/many")  # fmt: skip
+    refused("which holds no weights there.*a/README.md", "somebody/folders")
+    refused("opensora-sp convert somebody/pickled pickled-safetensors", "somebody/pickled")
+    pickled = find_weights("somebody/pickled", allow_pickle=True)
+    assert sorted(path.name for path in pickled.iterdir()) == ["config.json", "pytorch_model.bin"]
+    refused("'nobody/nothing', .*cannot be fetched from the hub.*hf download", "nobody/nothing")
+    refused("'somebody/stdit3@v9', .*cannot be fetched.*--revision v9", f"{NAME}@v9")
+
+    offline(refused)
+    return [str(path.relative_to(cache)) for path in (found, weights)]
+
+
+def offline(refused) -> None:
+    """With HF_HUB_OFFLINE the cache answers."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+    hub.fetch.cache_clear()
+    assert find_weights(NAME).is_dir() and find_weights(f"{NAME}@v2").is_dir()
+    message = "not on disk, and not in the hub's cache either, while HF_HUB_OFFLINE is set"
+    refused(f"{message}.*hf download somebody/other", "somebody/other")
+    refused("weights .pytorch_model.bin. are pickled", "somebody/pickled")
+    with pytest.raises(ValueError, match="vae.from_pretrained 'nobody/vae', .*hub's cache"):
+        PretrainedFiles("nobody/vae", "vae")
+
+
+def test_every_place_takes_names_and_a_node_downloads_once(place: Path, tmp_path: Path) -> None:
+    served = make_hub(place)
+    with served.serving() as address:
+        paths = run_ranks(2, by_name, address, place, tmp_path)
+    commits = [commit_of(served.repositories[NAME][one]) for one in ("main", "v2")]
+    snapshots = [f"models--somebody--stdit3/snapshots/{commit}" for commit in commits]
+    assert paths == [snapshots, snapshots]
+
+    # The first and the second weights, and two folders; pickles where asked for alone.
+    assert served.fetched["model.safetensors"] <= 4 and served.fetched["pytorch_model.bin"] == 1
+    assert not served.fetched["optimizer.bin"] + served.fetched["own.py"]
+
+
+def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert HubName.of_missing("a/b@v1.0") == HubName("a/b", revision="v1.0")
+    assert HubName.of_missing("a/b/c/d.pt") == HubName("a/b", "c/d.pt")
+    assert str(HubName.parse("a/b/c@refs/pr/1")) == "a/b/c@refs/pr/1"
+    for path in ("nowhere", "/a/b", "./a/b", "../a/b", "~/a", "a b/c", "a/b@"):
+        assert HubName.of_missing(path) is None
+
+    # A mistyped path of a run's folder is not asked of the hub.
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.setattr(hub, "answers", lambda: pytest.fail("asked the hub"))
+    with pytest.raises(ValueError, match="'outputs/nothing', which is not on disk.*no folder here"):
+        find_weights("outputs/nothing")
+
+
+def test_exported_weights_have_a_model_card(place: Path, tmp_path: Path) -> None:
+    main(["convert", str(place / "first"), str(tmp_path / "out"), "--base-model", "some/base"])
+    card = (tmp_path / "out" / CARD).read_text()
+    header, body = card.removeprefix("---\n").split("\n---\n", 1)
+    lines = ["license: apache-2.0", "base_model: some/base", "pipeline_tag: text-to-video"]
+    assert all(line in header.splitlines() for line in lines)
+    assert "--ckpt out" in body and 'from_pretrained("out")' in body
+    config = json.loads(body.split("```json\n")[1].split("```")[0])
+    assert config == json.loads((tmp_path / "out/config.json").read_text())
+
+    main(["convert", str(place / "first"), str(tmp_path / "mit"), "--license", "mit"])
+    assert saved_license(tmp_path / "mit") == saved_license(tmp_path / "mit/config.json") == "mit"
+    # A card that says nothing, one that is damaged, none at all.
+    model = from_pretrained(place / "first")
+    unknown = str(model_card(model, "x", license=None, base_model=None))
+    assert "license: unknown" in unknown and "base_model" not in unknown
+    for content in (unknown, "---\nlicense: [\n---\n", "---\nlicense: !!python/object:os 1\n---\n"):
+        (tmp_path / "mit" / CARD).write_text(content)
+        assert saved_license(tmp_path / "mit") is None
+    (tmp_path / "mit" / CARD).unlink()
+    assert saved_license(tmp_path / "mit") is None
