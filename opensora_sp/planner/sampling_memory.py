@@ -10,7 +10,7 @@ cuDNN takes as workspace, and the encoding of references, which takes less than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +76,24 @@ class EncoderMemory:
     activations: int
 
 
+@dataclass(frozen=True)
+class Traced:
+    """Bytes of an encoder wherever its weights are: all of them, those that a call has when layers
+    are copied one at a time, and activations.
+    """
+
+    weights: int = 0
+    streamed: int = 0
+    activations: int = 0
+
+    def placed(self, offload: Any) -> EncoderMemory:
+        """With the option ``offload`` of an encoder."""
+        if not offload:
+            return EncoderMemory(self.weights, 0, self.activations)
+        in_call = self.streamed if offload == "layers" else self.weights
+        return EncoderMemory(0, in_call, self.activations)
+
+
 def placements(cfg: InferenceConfig) -> Iterator[InferenceConfig]:
     """The config with encoders that need less and less memory on the device.
 
@@ -112,9 +130,10 @@ def placed(
         steps: the peak of a call of the model, whose weights have so many bytes.
         memory: bytes that may be allocated on the device.
     """
+    tracer = EncoderTracer(spec, device)
     chosen, estimate = cfg, None
     for one in placements(cfg):
-        chosen, estimate = one, sampling_memory(one, spec, steps, weights, device=device)
+        chosen, estimate = one, sampling_memory(one, tracer, steps, weights)
         if estimate.peak <= memory:
             break
     assert estimate is not None
@@ -122,15 +141,16 @@ def placed(
 
 
 def sampling_memory(
-    cfg: InferenceConfig, spec: BatchSpec, steps: MemoryPeak, weights: int, *, device: str = "cuda"
+    cfg: InferenceConfig, tracer: EncoderTracer, steps: MemoryPeak, weights: int
 ) -> SamplingMemory:
     """The estimate of one placement; see ``placed``."""
-    text, vae = _text_memory(cfg, spec, device), _vae_memory(cfg, spec, device)
+    text = tracer.text(cfg).placed(cfg.text_encoder.get("offload"))
+    vae = tracer.vae(cfg).placed(cfg.vae.get("offload"))
     encoders = text.resident + vae.resident
-    kept = weights + encoders + (CUBLAS_WORKSPACE if device == "cuda" else 0)
+    kept = weights + encoders + (CUBLAS_WORKSPACE if tracer.device == "cuda" else 0)
     return SamplingMemory(
         text=kept + text.in_call + text.activations,
-        steps=steps.total + encoders + _keys_and_values(cfg, spec),
+        steps=steps.total + encoders + _keys_and_values(cfg, tracer.spec),
         decoding=kept + vae.in_call + vae.activations,
         placement=describe_placement(cfg),
     )
@@ -200,52 +220,64 @@ class FusedAttention(TorchFunctionMode):
 
 
 @contextmanager
-def _traced(device: str) -> Iterator[LivePeak]:
+def _counting(device: str) -> Iterator[LivePeak]:
     """A context that counts the bytes of meta tensors as a device would have them."""
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     with live, FusedAttention(device), torch.no_grad():
         yield live
 
 
-def _weights_of(encoder: Any, offload: Any) -> tuple[int, int]:
-    """Bytes of weights on the device between calls, and of those that a call adds."""
-    whole = weight_bytes(encoder)
-    if not offload:
-        return whole, 0
-    if offload != "layers":
-        return 0, whole
-    layers = [weight_bytes(layer) for layer in encoder.streamed_layers]
-    return 0, whole - sum(layers) + max(layers, default=0)
+class EncoderTracer:
+    """Memory of encoders for batches of one shape; each is traced once."""
 
+    def __init__(self, spec: BatchSpec, device: str) -> None:
+        self.spec, self.device = spec, device
+        self._traced: dict[str, Traced] = {}
 
-def _text_memory(cfg: InferenceConfig, spec: BatchSpec, device: str) -> EncoderMemory:
-    encoder = _encoder("text_encoder", cfg.text_encoder, TEXT_ENCODERS)
-    if not isinstance(encoder, FrozenEncoder):
-        return EncoderMemory(0, 0, 0)
+    def text(self, cfg: InferenceConfig) -> Traced:
+        """Of the text encoder, for the longest prompts."""
+        # Prompts and negative prompts are encoded together; without these, a text is encoded once.
+        count = self.spec.batch_size * (1 + (cfg.negative_prompt is not None))
+        return self._once(cfg.text_encoder, lambda: self._trace_text(cfg.text_encoder, count))
 
-    # Prompts and negative prompts are encoded together; without these, a text is encoded once.
-    count = spec.batch_size * (1 + (cfg.negative_prompt is not None))
-    features: Any = encoder.features
-    with torch.device("meta"):
-        ids = torch.zeros(count, encoder.max_length, dtype=torch.int64)
-    with _traced(device) as live:
-        features(ids, torch.ones_like(ids))
-    return EncoderMemory(*_weights_of(encoder, cfg.text_encoder.get("offload")), live.peak)
+    def vae(self, cfg: InferenceConfig) -> Traced:
+        """Of the autoencoder, when it decodes its largest piece."""
+        return self._once(cfg.vae, lambda: self._trace_vae(cfg.vae, cfg.loop))
 
+    def _once(self, config: dict[str, Any], trace: Callable[[], Traced]) -> Traced:
+        key = repr(sorted((name, one) for name, one in config.items() if name != "offload"))
+        if key not in self._traced:
+            self._traced[key] = trace()
+        return self._traced[key]
 
-def _vae_memory(cfg: InferenceConfig, spec: BatchSpec, device: str) -> EncoderMemory:
-    vae = _encoder("vae", cfg.vae, LATENT_ENCODERS)
-    if vae is None:
-        return EncoderMemory(0, 0, 0)
+    def _trace_text(self, config: dict[str, Any], count: int) -> Traced:
+        encoder = _encoder("text_encoder", config, TEXT_ENCODERS)
+        if not isinstance(encoder, FrozenEncoder):
+            return Traced()
 
-    size = vae.latent_size(spec.num_frames, *spec.image_size)
-    latents = torch.zeros(spec.batch_size, vae.channels, *size, device="meta")
-    pieces = decoded_pieces(vae, spec.num_frames, size[0])
-    largest = max(pieces, key=lambda piece: piece.frames.stop - piece.frames.start)
-    with _traced(device) as live:
-        _decode(vae, latents[:1, :, largest.latents], largest.frames, spec.image_size)
-    own = _weights_of(vae, cfg.vae.get("offload")) if isinstance(vae, FrozenEncoder) else (0, 0)
-    return EncoderMemory(*own, live.peak + cfg.loop * latents.nbytes)
+        features: Any = encoder.features
+        with torch.device("meta"):
+            ids = torch.zeros(count, encoder.max_length, dtype=torch.int64)
+        with _counting(self.device) as live:
+            features(ids, torch.ones_like(ids))
+        whole = weight_bytes(encoder)
+        layers = [weight_bytes(layer) for layer in encoder.streamed_layers]
+        return Traced(whole, whole - sum(layers) + max(layers, default=0), live.peak)
+
+    def _trace_vae(self, config: dict[str, Any], loop: int) -> Traced:
+        vae = _encoder("vae", config, LATENT_ENCODERS)
+        if vae is None:
+            return Traced()
+
+        spec = self.spec
+        size = vae.latent_size(spec.num_frames, *spec.image_size)
+        latents = torch.zeros(spec.batch_size, vae.channels, *size, device="meta")
+        pieces = decoded_pieces(vae, spec.num_frames, size[0])
+        largest = max(pieces, key=lambda piece: piece.frames.stop - piece.frames.start)
+        with _counting(self.device) as live:
+            _decode(vae, latents[:1, :, largest.latents], largest.frames, spec.image_size)
+        weights = weight_bytes(vae) if isinstance(vae, FrozenEncoder) else 0
+        return Traced(weights, weights, live.peak + loop * latents.nbytes)
 
 
 def _decode(vae: Any, latents: Tensor, frames: slice, size: tuple[int, int]) -> Tensor:

@@ -19,7 +19,13 @@ from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner import BatchSpec, plan
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.planner.sampling_memory import FREE_SHARE, placed, placements, sampling_memory
+from opensora_sp.planner.sampling_memory import (
+    FREE_SHARE,
+    EncoderTracer,
+    placed,
+    placements,
+    sampling_memory,
+)
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.placement import place_encoders
 from opensora_sp.sampling.process_groups import Groups
@@ -130,7 +136,8 @@ def test_less_stays_on_the_device_the_less_memory_is_free(
     memory = run.memory(run.latents(spec), 1)
     model = (memory.configured, memory.kept.total)
     candidates = [*placements(cfg)]
-    peaks = [sampling_memory(one, spec, *model).peak for one in candidates]
+    tracer = EncoderTracer(spec, "cuda")
+    peaks = [sampling_memory(one, tracer, *model).peak for one in candidates]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > peaks[1] > peaks[3]
     for peak in (peaks[0], peaks[3]):
