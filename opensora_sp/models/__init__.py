@@ -5,8 +5,9 @@ from .blocks import STDiT3Block
 from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
 from .config import STDiT2Config, STDiT3Config, STDiTConfig
+from .embedders import PatchEmbed3D
 from .hook_points import Attend, Gather, Point, Segment, Shard, Switch, Tokenwise
-from .layers import CrossAttention, PatchEmbed3D
+from .layers import CrossAttention
 from .registry import build_model
 from .stdit import STDiT
 from .stdit2 import STDiT2
