@@ -113,7 +113,8 @@ def is_safetensors(path: Path) -> bool:
         OSError: if it cannot be read, or is no regular file.
     """
     with open_regular(path) as file:
-        return file.read(9)[8:] == b"{"
+        start: bytes = file.read(9)
+    return start[8:] == b"{"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
