@@ -16,7 +16,7 @@ pytestmark = requires_stub
 BOUNDS = {"forward": (78, 46.6), "backward": (199, 138.9)}
 BOUNDS_WITH_KERNELS = {"forward": (30, 24.1), "backward": (80, 37.7)}
 # Compiled parts take tokens in their own layout, so that all blocks of a kind have one graph.
-BOUNDS_COMPILED = {"forward": (34, 26.1), "backward": (86, 39.1)}
+BOUNDS_COMPILED = {"forward": (32, 26.1), "backward": (84, 39.1)}
 SWITCH = 8  # of a pair: two switches, each of which packs and places its tokens once
 
 

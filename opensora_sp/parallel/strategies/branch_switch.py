@@ -73,7 +73,15 @@ class BranchSwitch(OneLayout):
             AllToAll(shape.depth, SPATIAL_ROWS, temporal, token),
         ]
 
-    def segment(self, local: Local, function: Local, rows: Any, *args: Any, **options: Any) -> Any:
+    def segment(
+        self,
+        local: Local,
+        function: Local,
+        rows: Any,
+        *args: Any,
+        recompute: bool,
+        **options: Any,
+    ) -> Any:
         found = self._look_ahead(rows, args[0].device)
         spatial: Any = found.rows
         ahead = replace(found, of_rows=(None, spatial.groups()))
@@ -85,7 +93,7 @@ class BranchSwitch(OneLayout):
             finally:
                 self._ahead = None
 
-        return super().segment(local, started, rows, *args, **options)
+        return super().segment(local, started, rows, *args, recompute=recompute, **options)
 
     def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         # Outside of a segment nothing is known ahead.
@@ -98,11 +106,11 @@ class BranchSwitch(OneLayout):
 
     def _look_ahead(self, rows: Rows, device: torch.device) -> Ahead:
         spatial = self.local_rows(rows.transposed())
-        layouts = self.layout_of(rows), self.layout_of(spatial)
+        own, other = self.layout_of(rows), self.layout_of(spatial)
         return Ahead(
             spatial,
-            there=self.plan(rows, *layouts, device),
-            back=self.plan(spatial, *reversed(layouts), device),
+            there=self.plan(rows, own, other, device),
+            back=self.plan(spatial, other, own, device),
         )
 
     def _exchange(self, tokens: Tensor, plan: ExchangePlan) -> Tensor:

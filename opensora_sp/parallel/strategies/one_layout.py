@@ -38,7 +38,15 @@ class OneLayout(Strategy):
     def switch(self, local: Local, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return x, rows
 
-    def segment(self, local: Local, *args: Any, recompute: bool, **options: Any) -> Any:
+    def segment(
+        self,
+        local: Local,
+        function: Local,
+        rows: Any,
+        *args: Any,
+        recompute: bool,
+        **options: Any,
+    ) -> Any:
         if recompute and not self.resends(self.options):
             options["context_fn"] = keep_exchanged
-        return local(*args, recompute=recompute, **options)
+        return local(function, rows, *args, recompute=recompute, **options)
