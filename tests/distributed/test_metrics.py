@@ -322,6 +322,7 @@ def test_a_resumed_run_stays_one_wandb_run(trained: Path) -> None:
         and first["name"] == "run"
         and other["id"] != first["id"]
     )
+    assert [line["alert"]["title"] for line in reported if "alert" in line] == ["finished"] * 4
     assert {"axis": "step"} in reported and sum("finish" in line for line in reported) == 4
 
 
