@@ -19,12 +19,17 @@ BASE = {
 SHARED = (
     "backends",
     "compile_cache",
+    "components",
     "contexts",
     "dynamo",
+    "patterns",
     "rank_groups",
     "transfer",
 )  # modules of the package that need torch only
-WHEN_CALLED = {"base.py": "opensora_sp.checkpoint"}  # methods of models that read and write them
+WHEN_CALLED = {
+    "base.py": "opensora_sp.checkpoint",  # methods of models that read and write them
+    "adapted_linear.py": "peft.tuners.lora",  # a module that add_lora imports
+}
 
 
 def imported(path: Path) -> set[str]:
