@@ -25,6 +25,7 @@ setup(
         "beautifulsoup4",  # with ftfy: diffusers' cleaning of captions
         "einops",
         "fabric",  # ssh as colossalai run does it
+        "filelock",
         "fonttools",  # which characters a font has
         "huggingface_hub",
         "ftfy",
