@@ -35,6 +35,7 @@ setup(
         "av",
         "einops",
         "fabric",  # ssh as colossalai run does it
+        "filelock",
         "fonttools",  # which characters a font has
         "huggingface_hub",
         "matplotlib",

@@ -1,7 +1,7 @@
 """Weights by their name on the Hugging Face hub: ``owner/repository[/path][@revision]``.
 
-Files come into the cache of huggingface_hub. Its locks let one process of a node download a file,
-while the other ranks wait for it. Safetensors are preferred; pickles are downloaded only where they
+Files come into the cache of huggingface_hub. One process of a node downloads a repository, while
+the other ranks wait for it. Safetensors are preferred; pickles are downloaded only where they
 may be read.
 """
 
@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+
+from filelock import FileLock
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +91,28 @@ def snapshot(name: HubName, patterns: Sequence[str], *, is_online: bool) -> Path
     """
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            name.repository,
-            revision=name.revision,
-            allow_patterns=list(patterns),
-            local_files_only=not is_online,
+    with _only_process(name.repository) if is_online else nullcontext():
+        return Path(
+            snapshot_download(
+                name.repository,
+                revision=name.revision,
+                allow_patterns=list(patterns),
+                local_files_only=not is_online,
+            )
         )
-    )
+
+
+def _only_process(repository: str) -> FileLock:
+    """A lock that one process of a node has for a repository.
+
+    huggingface_hub's own, of a file, let the next process link the file again: it is missing for a
+    moment, in which the process before may open it.
+    """
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE, ".locks")
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / f"opensora_sp--{repository.replace('/', '--')}.lock")
 
 
 # A run opens its weights more than once: each time the same commit.

@@ -51,6 +51,7 @@ class Clips:
     """Four clips of noise."""
 
     rows = [Entry(Path(f"{i}.mp4"), caption) for i, caption in enumerate(CAPTIONS)]
+    extra = None
 
     def __len__(self) -> int:
         return len(self.rows)

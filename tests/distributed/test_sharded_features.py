@@ -116,6 +116,7 @@ class Drawn:
     """Clips of noise; ``unreadable(sample)`` says which fail on this rank. Counts frames read."""
 
     rows = [Entry(Path(f"{i}.mp4"), f"clip {i} of many") for i in range(9)]
+    extra = None
 
     def __init__(self, unreadable=lambda sample: False) -> None:
         self.unreadable, self.frames = unreadable, 0
