@@ -122,7 +122,7 @@ class Log:
 class CroppedClip(Clip):
     """A clip that knows the first frame and the place of its crop in the file."""
 
-    crop: tuple
+    crop: tuple = ()
 
 
 class CroppedClips(VideoTextDataset):
@@ -145,7 +145,8 @@ class CroppedClips(VideoTextDataset):
             mock.patch.object(dataset, "resize_and_crop", resize_and_crop),
         ):
             clip = super()._read(sample)
-        return CroppedClip(clip.video, clip.text, clip.fps, (seen["start"], *seen["place"]))
+        crop = (seen["start"], *seen["place"])
+        return CroppedClip(clip.video, clip.text, clip.fps, crop=crop)
 
 
 @contextmanager

@@ -162,8 +162,8 @@ def planned_models() -> None:
             compare(Branches().double(), mesh, *inputs, allowed=allowed, **low)
 
     space: dict = {"__name__": "example"}
-    # Those with a file name are modules of derived models (test_derived_models.py).
-    blocks = re.findall(r"```python\n(?!# my_package)(.*?)```", DOCUMENT.read_text(), flags=re.S)
+    # Those with a file name are of derived models (test_derived_models.py).
+    blocks = re.findall(r"```python\n(?!# \w+/)(.*?)```", DOCUMENT.read_text(), flags=re.S)
     assert len(blocks) == 4
 
     for block in blocks:

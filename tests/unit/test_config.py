@@ -42,7 +42,7 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
 
 
 def test_all_configs_are_found() -> None:
-    assert len(TRAIN) == 5 and len(SAMPLE) == 3
+    assert len(TRAIN) == 8 and len(SAMPLE) == 4
 
 
 @pytest.mark.parametrize(
