@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from opensora_sp.json_reader import parse_json
 from opensora_sp.polling import wait_until
 
 from .bounded_store import BoundedStore
@@ -90,7 +91,8 @@ def _connect(store: BoundedStore, others: list[int]) -> str:
     timeout = min(TIMEOUT, SHARE_OF_JOIN_TIMEOUT * join_timeout())
     deadline = time.monotonic() + timeout
     for number in others:
-        host, address, port = json.loads(store.get(LISTENS.format(number)))
+        listens = store.get(LISTENS.format(number))
+        host, address, port = parse_json(listens, "the address of a host")
         reason = _attempt(address, port, deadline) if port else ""
 
         while reason and time.monotonic() < deadline:
