@@ -2,7 +2,7 @@
 
 python -m benchmarks gradient_noise
 
-Takes about three minutes on one core.
+Takes about five minutes on one core.
 
 A small STDiT3 is trained on toy clips in three buckets (images, short and long videos), in each
 order, from the same weights and with the same number of clips in each step. Once the clips of all
