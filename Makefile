@@ -107,7 +107,7 @@ NEWEST_TRITON := build/triton-newest
 KERNEL_TESTS := $(addprefix tests/unit/test_,kernel_tools.py modulation_kernels.py qk_norm_and_gelu.py short_rows.py)
 
 test-kernels-newest: $(VENV)/.installed $(NEWEST_TRITON)/.installed
-	PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m pytest -q -k "builds or machine_code or compiled_for" $(KERNEL_TESTS)
+	PYTHONPATH=$(CURDIR)/$(NEWEST_TRITON) $(BIN)/python -m pytest -q -k "builds or machine_code or compiled_for" $(KERNEL_TESTS)
 
 $(NEWEST_TRITON)/.installed:
 	$(BIN)/pip install --quiet --no-deps --target $(NEWEST_TRITON) triton==3.4.0
