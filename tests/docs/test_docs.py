@@ -161,8 +161,6 @@ def test_runs_of_runnable_blocks_would_start(
     # Adapters, and training from a feature cache, need the command that writes it.
     commands = [words for words in commands if not NEED_OTHERS.intersection(words)]
     samplings = [words for words in commands if "scripts/inference.py" in words]
-    # Adapters need the run that writes them.
-    samplings = [words for words in samplings if "--lora" not in words]
     trainings = [words for words in commands if "scripts/train.py" in words]
 
     assert len(samplings) >= 12 and len(trainings) >= 2
