@@ -44,6 +44,9 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    # Others also change the weights that the adapters are for.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 logger = logging.getLogger(__name__)
@@ -191,6 +194,12 @@ def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) 
     scaling = _scaling(config, folder)
     weights = _opened(folder, allow_pickle=allow_pickle)
     tensors = _by_parameter(weights.tensors, folder)
+    ranks = {stored.shape[0] for name, stored in tensors.items() if ".lora_A." in name}
+    if ranks - {config["r"]}:
+        raise ValueError(
+            f"got {folder / ADAPTER_CONFIG} with r = {config['r']} beside adapters of rank "
+            f"{sorted(ranks)}; expected the same rank; copy both files again from one folder"
+        )
     return Adapters(folder, replace(weights, tensors=tensors), scaling, _base(folder), scale)
 
 

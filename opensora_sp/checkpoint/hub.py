@@ -31,7 +31,7 @@ _SAFETENSORS = (
 )
 _PICKLES = ("*.bin", "*.bin.index*.json", "*.pt", "*.pth")
 # Beside the weights. A card has their license.
-_ABOUT = ("config.json", "README.md")
+_ABOUT = ("config.json", "README.md", "adapter_config.json")
 _LISTED = 8
 
 

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
     log_to_terminal()
     check_vacant(Path(args.target))
 
-    source = fetched(args.source)
+    source = fetched(args.source, allow_pickle=args.allow_pickle)
     convert = _convert_encoder if is_encoder(source) else _convert
     _check_pipeline(args, is_model=convert is _convert)
     written = convert(source, args)
@@ -199,29 +199,36 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         **options,
     )
+    name = None if Path(args.source).exists() else HubName.parse(args.source)
+    written: dict[str, Any] = dict(
+        max_shard_size=_shard_size(args),
+        license=args.license or saved_license(source),
+        base_model=args.base_model or (None if name is None else name.repository),
+    )
     if args.to == "diffusers":
-        _write_pipeline(model, args)
+        _write_pipeline(model, args, written)
     else:
-        name = None if Path(args.source).exists() else HubName.parse(args.source)
-        save_pretrained(
-            model,
-            args.target,
-            max_shard_size=_shard_size(args),
-            license=args.license or saved_license(source),
-            base_model=args.base_model or (None if name is None else name.repository),
-        )
+        save_pretrained(model, args.target, **written)
 
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     return f"{type(model).__name__}, {millions:.1f} M parameters, {model.dtype}"
 
 
-def _write_pipeline(model: ConditionedModel, args: argparse.Namespace) -> None:
+def _write_pipeline(
+    model: ConditionedModel, args: argparse.Namespace, written: dict[str, Any]
+) -> None:
     """The model with the encoders and the scheduler of a sampling config."""
     from opensora_sp.config import load_inference_config
     from opensora_sp.integrations.diffusers import OpenSoraScheduler, write_pipeline
 
     cfg = load_inference_config(args.sampling_config)
     _check_same_model(model, cfg.model_spec)
+    if cfg.lora and not args.merge_lora:
+        raise ValueError(
+            f"got --config {args.sampling_config} with lora {list(cfg.lora)}; expected adapters to "
+            "be merged into the pipeline's weights; pass them as --merge-lora, or a config without "
+            "lora"
+        )
     write_pipeline(
         args.target,
         model,
@@ -229,7 +236,7 @@ def _write_pipeline(model: ConditionedModel, args: argparse.Namespace) -> None:
         text_encoder=cfg.text_encoder,
         scheduler=OpenSoraScheduler.of(cfg.scheduler),
         allow_pickle=args.allow_pickle,
-        max_shard_size=_shard_size(args),
+        **written,
     )
 
 

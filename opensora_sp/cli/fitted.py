@@ -35,6 +35,7 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
     from opensora_sp.planner.fit import LARGEST_BATCH, fit
     from opensora_sp.planner.run_plan import check_numbers, gpu_of
     from opensora_sp.runtime.cost_model_file import cost_model_of
+    from opensora_sp.shipped import or_shipped
 
     memory = parse_memory(args.fit)
     out = check_out(args.config, args.out, args.fit, overwrite=args.overwrite)
@@ -58,7 +59,7 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
         progress=progress,
     )
 
-    base = relative(Path(args.config), out)
+    base = relative(or_shipped(args.config), out)
     changed = _changed_values(args.config, args.cfg_options)
     out.write_text(config_text(cfg, fitted, base, changed, _command(args)), encoding="utf-8")
     shown = json.dumps(fitted.to_dict(), indent=1) if args.json else table(fitted, cfg)
@@ -108,11 +109,13 @@ def check_out(config: str, out: str | None, memory: str, *, overwrite: bool) -> 
     """
     source = Path(config)
     size = re.sub(r"\s", "", memory)
-    path = source.with_name(f"{source.stem}_fit_{size}.py") if out is None else Path(out)
+    # Configs of the package are not in this folder.
+    beside = source if source.exists() else Path(source.name)
+    path = beside.with_name(f"{source.stem}_fit_{size}.py") if out is None else Path(out)
 
     if not path.parent.is_dir():
         raise ValueError(f"got --out {path}, whose folder does not exist; expected one; make it")
-    is_source = path.exists() and path.samefile(source)
+    is_source = path.exists() and source.exists() and path.samefile(source)
     if is_source or (path.exists() and not overwrite):
         advice = "pass another --out" if is_source else "pass another --out, or --overwrite"
         raise ValueError(f"got {path} to write, which exists; expected a new file; {advice}")

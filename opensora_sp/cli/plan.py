@@ -145,10 +145,6 @@ def table(plan: Plan) -> str:
         f"{plan.model}, {plan.parameters / 1e6:.1f} M parameters, {plan.purpose} in "
         f"{plan.precision}, {plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
     ]
-    if plan.adapters is not None:
-        lines[0] = lines[0].replace(
-            "parameters", f"parameters ({plan.adapters / 1e6:.1f} M trained, LoRA)"
-        )
     if plan.communicators is not None:
         lines[0] = lines[0].partition(" = ")[0]
         degrees = "chosen for each micro-batch; below, on the ranks that its batches run on"
@@ -159,6 +155,8 @@ def table(plan: Plan) -> str:
             where = "spans nodes: its exchanges use the network"
         lines.append(f"a group of {plan.sp_size} ranks {where}")
 
+    if plan.adapters is not None:
+        lines.append(f"LoRA: {plan.adapters / 1e6:.1f} M parameters of adapters are trained")
     lines += plan.schedule
     if len(plan.buckets) > 1:
         return "\n".join([*lines, "", *_bucket_lines(plan)])

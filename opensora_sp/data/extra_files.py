@@ -67,8 +67,11 @@ def _read_array(path: Path, name: str, shape: tuple[int, ...], frames: slice | N
     try:
         # Mapped, so nothing is allocated for a header that is wrong; pickles are refused.
         array = np.lib.format.open_memmap(path, mode="r")
-    except OverflowError as error:
-        raise ValueError(f"{path} has an impossible size ({error})") from None
+    except OSError:
+        raise
+    # numpy evaluates the header as Python literals, whose errors are many.
+    except Exception as error:
+        raise ValueError(f"{path} is no array as np.save writes one ({error})") from None
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{path} is no array of numbers, as np.save writes one")
 

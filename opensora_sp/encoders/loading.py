@@ -171,6 +171,10 @@ class PretrainedFiles:
     def __init__(self, source: str, key: str, subfolder: str | None = None) -> None:
         self.source, self.key, self.subfolder = source, key, subfolder or ""
         self.is_local = Path(source).is_dir()
+        name = None if self.is_local else HubName.parse(source)
+        if name is not None and name.path:
+            self.source = source = str(replace(name, path=""))
+            self.subfolder = str(Path(name.path, self.subfolder))
         with self.explained("its files"):
             folder = Path(source) if self.is_local else download(source, self.subfolder)
         self.folder = folder / self.subfolder
@@ -303,7 +307,9 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.utils import HFValidationError
 
-        name, config = HubName.parse(source), str(Path(subfolder or "", "config.json"))
+        name = HubName.parse(source)
+        within = "" if name is None else name.path
+        config = str(Path(within, subfolder or "", "config.json"))
         try:
             found = name and try_to_load_from_cache(name.repository, config, revision=name.revision)
         except HFValidationError:

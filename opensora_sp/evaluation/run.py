@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,11 @@ from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_proc
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.sampling.run import (
+    found_at,
     join_processes,
     load_model,
     opened_adapters,
+    resolved_sources,
     verify_parts,
 )
 
@@ -100,8 +102,8 @@ def evaluate(settings: Settings) -> Evaluation:
             later, on every rank, if no clip can be read.
     """
     with raise_on_all_ranks():
-        cfg, weights, dataset, buckets = preflight(settings)
-        compared = compared_settings(settings, cfg, weights)
+        cfg, sources, dataset, buckets = preflight(settings)
+        compared = compared_settings(settings, cfg, sources)
     device = join_processes(compared)
     if not dist.is_initialized():
         # Alone; collectives of one process return what they get.
@@ -109,15 +111,15 @@ def evaluate(settings: Settings) -> Evaluation:
 
     with closing_process_group(), Watchdog(grace_time=0):
         agree_on_clips(by_name(dataset.fingerprint, "--manifest"))
-        found = _evaluate(settings, cfg, weights, dataset, buckets, device)
+        found = _evaluate(settings, cfg, sources, dataset, buckets, device)
         drain_process_group()
     return found
 
 
 def preflight(
     settings: Settings,
-) -> tuple[TrainConfig, Path, VideoTextDataset, list[Bucket]]:
-    """The config, the path of the weights, the clips and their buckets; the same on every rank.
+) -> tuple[TrainConfig, Sources, VideoTextDataset, list[Bucket]]:
+    """The config, the weights, the clips and their buckets; the same on every rank.
 
     Raises:
         ValueError: for what does not fit.
@@ -127,12 +129,15 @@ def preflight(
     if find_adapters(settings.ckpt, ema=settings.use_ema) is None:
         find(settings.ckpt, ema=settings.use_ema)
     cfg = _with_sp_size(_config(settings), settings.sp_size)
-    if settings.allow_pickle:
-        cfg = cfg.model_copy(update={"allow_pickle": True})
+    # A run's own setting is no permission to read its pickles.
+    allowed = settings.allow_pickle or (settings.config is not None and cfg.allow_pickle)
+    cfg = cfg.model_copy(update={"allow_pickle": allowed})
     check_launch(cfg, _world_size())
-    source = _sources(settings, cfg)
-    weights = find(source.weights, ema=source.ema)
-    opened_adapters(cfg, source.lora, ema=settings.use_ema)
+    sources = _sources(settings, cfg)
+    weights = find(sources.weights, ema=sources.ema)
+    # From here on, by the files of today: a run may save newer ones meanwhile.
+    lora = resolved_sources(cfg, sources.lora, ema=settings.use_ema)
+    sources = replace(sources, weights=str(weights), lora=lora)
     if saved_config(weights) is not None:
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
@@ -144,7 +149,7 @@ def preflight(
         limits=cfg.limits,
         extra=cfg.extra_files,
     )
-    return cfg, weights, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
+    return cfg, sources, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
 
 
 @dataclass(frozen=True)
@@ -173,15 +178,14 @@ def _sources(settings: Settings, cfg: TrainConfig) -> Sources:
     return Sources(cfg.load, False, (settings.ckpt, *settings.lora))
 
 
-def compared_settings(settings: Settings, cfg: TrainConfig, weights: Path) -> dict[str, Any]:
+def compared_settings(settings: Settings, cfg: TrainConfig, sources: Sources) -> dict[str, Any]:
     """What must be equal on all ranks beside the clips, by its name."""
     options = {
         "--bins": settings.bins,
         "--seeds": settings.seeds,
         "--no-ema": not settings.use_ema,
-        "--lora": len(settings.lora),
-        # Hosts may have the run in different places.
-        "weights": "/".join(weights.parts[-2:]),
+        "weights": found_at([sources.weights]),
+        "--lora": found_at(sources.lora),
     }
     return cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings() | options
 
@@ -303,15 +307,15 @@ def _plan(
 def _evaluate(
     settings: Settings,
     cfg: TrainConfig,
-    weights: Path,
+    sources: Sources,
     dataset: VideoTextDataset,
     buckets: list[Bucket],
     device: torch.device,
 ) -> Evaluation:
     assert isinstance(cfg.sp_size, int)
     mesh, encoders = SequenceMesh(cfg.sp_size), make_encoders(cfg, device)
-    source = _sources(settings, cfg)
-    adapters = opened_adapters(cfg, source.lora, ema=settings.use_ema)
+    weights = Path(sources.weights)
+    adapters = opened_adapters(cfg, sources.lora, ema=settings.use_ema)
     with on_rank_0("checking the checkpoint") as is_rank_0:
         if is_rank_0:
             verify_parts(weights, adapters)
@@ -322,7 +326,7 @@ def _evaluate(
         device,
         encoders.vae,
         encoders.text_encoder,
-        ema=source.ema,
+        ema=sources.ema,
         adapters=adapters,
     )
     # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.

@@ -1,7 +1,7 @@
 """Estimates of a config's run on a number of GPUs: balance, communication, memory."""
 
 from .batches import BatchSpec, buckets_of
-from .run_plan import BatchEstimate, Plan, batch_memory, checkpoint_levels, plan
+from .run_plan import BatchEstimate, Plan, batch_memory, plan
 
 # The names of 0.x, until 1.0.
 Bucket = BatchSpec
@@ -15,6 +15,5 @@ __all__ = [
     "Plan",
     "batch_memory",
     "buckets_of",
-    "checkpoint_levels",
     "plan",
 ]

@@ -18,9 +18,8 @@ from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import GPUS
-from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
-from opensora_sp.rank_groups import check_degrees_in
+from opensora_sp.rank_groups import check_degrees_in, fixed_groups, nested_groups
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .attention_kernels import Kernels, attention_kernels
@@ -159,7 +158,11 @@ class RunEstimator:
 
     def spans_nodes(self, ranks: int) -> bool:
         """Whether any group of so many ranks lies on several nodes."""
-        return spans_nodes(self.num_gpus, ranks, self.gpus_per_node)
+        if isinstance(self.cfg.sp_size, (str, dict)):
+            groups = nested_groups(self.num_gpus, self.gpus_per_node)
+        else:
+            groups = fixed_groups(self.num_gpus, ranks)
+        return any(one.spans_nodes(self.gpus_per_node) for one in groups if one.size == ranks)
 
     def options_on(self, ranks: int, latents: tuple[int, ...] | None = None) -> Options:
         """The options of sequence parallelism in a group of so many ranks; for a batch of this

@@ -192,13 +192,6 @@ def gpu_of(name: str) -> CostModel:
     return GPUS[name]
 
 
-def checkpoint_levels(
-    cfg: TrainConfig, num_gpus: int, latents: tuple[int, ...], *, memory_gb: float, device: str
-) -> list[int]:
-    """What each block keeps under a config's ``grad_checkpoint``; see ``batch_memory``."""
-    return batch_memory(cfg, num_gpus, latents, memory_gb=memory_gb, device=device).levels
-
-
 def batch_memory(
     cfg: TrainConfig,
     num_gpus: int,
@@ -206,10 +199,6 @@ def batch_memory(
     *,
     memory_gb: float,
     device: str,
-    gpus_per_node: int | None = None,
-    options: Options | None = None,
-    compiled: bool | None = None,
-    ranks: int | None = None,
 ) -> Memory:
     """Memory of a rank with batches of one shape, and what each block keeps, as configured.
 
@@ -217,18 +206,9 @@ def batch_memory(
         latents: shape ``(B, c, frames, height, width)`` of a micro-batch.
         memory_gb: memory of one device in GB (1e9 bytes) that training may take.
         device: "cuda" or "cpu".
-        gpus_per_node: by which switches between nodes are sent in chunks.
-        options: of sequence parallelism, with a run's cost model; None plans for an H100.
-        compiled: whether blocks run compiled; None stands for what the config sets, which a run
-            does not follow where compiled blocks fail verification.
-        ranks: that share the micro-batch; None for the config's ``sp_size``.
     """
-    run = RunEstimator(cfg, num_gpus, memory_gb, device, None, gpus_per_node)
-    if options is not None:
-        run.options = options
-    if compiled is not None:
-        run.compiles = compiled
-    return run.memory(latents, ranks or run.ranks, brief=True)
+    run = RunEstimator(cfg, num_gpus, memory_gb, device, None)
+    return run.memory(latents, run.ranks, brief=True)
 
 
 def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int, *, brief: bool) -> BatchEstimate:

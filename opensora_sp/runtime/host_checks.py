@@ -154,12 +154,13 @@ def gloo_address() -> str:
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if names:
         addresses = interfaces().get(names.split(",")[0].strip(), [])
-    else:
-        try:
-            addresses = resolve(socket.gethostname())
-        except OSError:
-            addresses = []
-    return min(addresses, key=lambda one: ":" in one, default="")
+        return min(addresses, key=lambda one: ":" in one, default="")
+
+    try:
+        # The first one, which ``check_own_address`` has judged.
+        return next(iter(resolve(socket.gethostname())), "")
+    except OSError:
+        return ""
 
 
 def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:

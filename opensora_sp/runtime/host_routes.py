@@ -21,7 +21,7 @@ from opensora_sp.polling import wait_until
 from .bounded_store import BoundedStore
 from .environment import Launch
 from .host_checks import gloo_address
-from .rendezvous import join_timeout
+from .rendezvous import EXIT_TIMEOUT, join_timeout
 
 TIMEOUT = 60.0  # seconds to connect to all hosts; a bridge may forward nothing for the first 50
 SHARE_OF_JOIN_TIMEOUT = 0.8  # at most, so that the reason is reported before ``StartLimit`` ends
@@ -29,8 +29,9 @@ ATTEMPT_TIMEOUT = 5.0  # seconds for one attempt
 INTERVAL = 0.1  # seconds between two attempts
 
 # Names in the store: counters of hosts, ranks that are ready, hosts that are done; where a host
-# listens; and why one is out of reach.
-HOSTS, READY, DONE, LISTENS, ERROR = "hosts", "ready", "connected", "host {} listens", "no route"
+# listens; why one is out of reach, and how many ranks know.
+HOSTS, READY, DONE, LISTENS = "hosts", "ready", "connected", "host {} listens"
+ERROR, KNOW = "no route", "know of no route"
 
 
 def connect_hosts(store: BoundedStore | None) -> None:
@@ -70,7 +71,12 @@ def connect_hosts(store: BoundedStore | None) -> None:
         _wait(lambda: store.add(DONE, 0) >= num_hosts)
 
     if store.check([ERROR]):
-        raise ValueError(store.get(ERROR).decode())
+        reason = store.get(ERROR).decode()
+        # A rank that exits may end the store, or let torchrun end the other ranks of its host.
+        store.add(KNOW, 1)
+        if launch.agent_store or launch.hosts_store:
+            wait_until(lambda: store.add(KNOW, 0) >= launch.world_size, EXIT_TIMEOUT)
+        raise ValueError(reason)
 
 
 def _listen(sockets: ExitStack) -> str:

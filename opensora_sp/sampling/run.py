@@ -76,9 +76,11 @@ def sample(cfg: InferenceConfig) -> list[Path]:
             not fit the config.
     """
     with raise_on_all_ranks():
+        cfg = cfg.model_copy(update={"lora": resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)})
         requests, weights = preflight(cfg)
-        rates = cost_model_of(cfg.cost_model).as_settings()
-    device = join_processes(cfg.model_dump(mode="json") | rates)
+        compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
+        compared |= {"lora": found_at(cfg.lora), "weights": found_at([str(weights)])}
+    device = join_processes(compared)
     with closing_process_group(), Watchdog(grace_time=0):
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
@@ -114,6 +116,23 @@ def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
     opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
     return requests, weights
+
+
+def resolved_sources(
+    cfg: InferenceConfig | TrainConfig, sources: Sequence[str], *, ema: bool
+) -> tuple[str, ...]:
+    """Sources of adapters by the folders of their files: a run may save newer ones meanwhile.
+
+    Raises:
+        ValueError: see ``opened_adapters``.
+    """
+    found = opened_adapters(cfg, sources, ema=ema)
+    return tuple(f"{one.path}:{one.scale!r}" for one in found)
+
+
+def found_at(paths: Sequence[str]) -> list[str]:
+    """The ends of paths, by which ranks compare them: hosts may have a run in different places."""
+    return ["/".join(Path(path).parts[-2:]) for path in paths]
 
 
 def opened_adapters(

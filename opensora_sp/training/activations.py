@@ -59,7 +59,7 @@ class ActivationBudget:
         self.memory = free_memory(mesh, device, reserved)
         # Of each process, before it pins any.
         self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
-        self._run = self._estimator(options)
+        self._run = estimator_of(cfg, module, mesh, self.memory, device, options)
         self._plan()
 
     def fit(self, latents: torch.Size) -> None:
@@ -85,21 +85,6 @@ class ActivationBudget:
                 "gradient checkpointing of %s on %s: %s", planned.name, of_ranks, planned.text
             )
         self.module.set_grad_checkpoint(planned.levels)
-
-    def _estimator(self, options: Options | None) -> RunEstimator:
-        run = RunEstimator(
-            self.cfg,
-            self.mesh.world_size,
-            self.memory / 1e9,
-            self.device.type,
-            None,
-            self.mesh.ranks_per_node,
-        )
-        if options is not None:
-            run.options = options
-        # Blocks that failed verification run in eager mode, which keeps more.
-        run.compiles = self.module.compile_backend is not None
-        return run
 
     def _plan(self) -> None:
         """Plan the batches of all buckets, each on one rank. Collective."""
@@ -139,6 +124,23 @@ class ActivationBudget:
         check_host(planned, self._of_host)
         self._planned[(ranks, *latents[1:])] = planned
         return planned
+
+
+def estimator_of(
+    cfg: TrainConfig,
+    module: ConditionedModel,
+    mesh: SequenceMesh,
+    memory: float,
+    device: torch.device,
+    options: Options | None,
+) -> RunEstimator:
+    """The planner's estimates for a model as it runs, of ``memory`` bytes of a device."""
+    run = RunEstimator(cfg, mesh.world_size, memory / 1e9, device.type, None, mesh.ranks_per_node)
+    if options is not None:
+        run.options = options
+    # Blocks that failed verification run in eager mode, which keeps more.
+    run.compiles = module.compile_backend is not None
+    return run
 
 
 def free_memory(mesh: SequenceMesh, device: torch.device, reserved: int) -> float:

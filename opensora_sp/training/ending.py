@@ -133,7 +133,12 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     if cfg.lora is not None:
         assert cfg.load is not None
         # Of a run, training has loaded the trained weights, sampling would load their average.
-        weights = ["--ckpt", str(find_weights(cfg.load)), "--lora", str(run_dir)]
+        weights = [
+            "--ckpt",
+            str(find_weights(cfg.load, allow_pickle=cfg.allow_pickle)),
+            "--lora",
+            str(run_dir),
+        ]
     command = [*script, *weights, "--prompt", "TEXT"]
     logger.info("sample from it: %s", shlex.join(command))
 

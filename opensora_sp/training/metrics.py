@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
@@ -31,6 +32,7 @@ from .trackers import Level, TensorBoardTracker, Tracker, WandbTracker, wants_te
 
 logger = logging.getLogger(__name__)
 # Fraction of the run that the running mean in loss.png covers.
+ALERT_TIMEOUT = 5.0  # seconds for the trackers to take the alert of a failure
 WINDOW = 0.1
 
 
@@ -86,8 +88,10 @@ class Reporter:
             entry = {"step": start, "stop": self.stop, "began": began, **session}
             append_line(run_dir / "sessions.jsonl", entry)
 
-        lines = read_metrics(run_dir)
-        self._skipped = lines[-1].get("skipped_steps", 0) if lines else 0
+        self._skipped: float = 0
+        with self.outputs.of("metrics.jsonl"):
+            lines = read_metrics(run_dir)
+            self._skipped = lines[-1].get("skipped_steps", 0) if lines else 0
         self._closing = ExitStack()
         self._trackers: dict[str, Tracker] = {}
         self._open_trackers(cfg, start, session)
@@ -194,8 +198,14 @@ class Reporter:
             yield
         except BaseException as error:
             if self.enabled:
-                # W&B is not closed, which could delay the other ranks: it closes itself at exit.
-                self._alert("failed", f"{type(error).__name__}: {error}", "ERROR")
+                # Nothing here may delay the other ranks, which learn of the error after it. So W&B
+                # is not closed either: it closes itself at exit.
+                text = f"{type(error).__name__}: {error}"
+                alert = threading.Thread(
+                    target=self._alert, args=("failed", text, "ERROR"), daemon=True
+                )
+                alert.start()
+                alert.join(ALERT_TIMEOUT)
                 self._stall.close()
             raise
 

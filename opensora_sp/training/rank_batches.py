@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     Assigned,
@@ -25,7 +23,7 @@ from opensora_sp.planner.least_ranks import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.rank_groups import group_sizes
 
-from .activations import free_memory
+from .activations import estimator_of, free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,9 @@ def make_rank_batches(
     options: dict[str, Any] = dict(ranks_per_node=mesh.ranks_per_node)
     # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
     if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
-        options["least_ranks"] = _least_ranks(cfg, mesh, encoder.device, reserved)
+        memory = free_memory(mesh, encoder.device, reserved)
+        run = estimator_of(cfg, encoder.model, mesh, memory, encoder.device, work.options)
+        options["least_ranks"] = _least_ranks(cfg, mesh, run, memory)
     return ScheduledBatches(
         plan,
         **span,
@@ -75,16 +75,14 @@ def make_rank_batches(
 
 
 def _least_ranks(
-    cfg: TrainConfig, mesh: SequenceMesh, device: torch.device, reserved: int
+    cfg: TrainConfig, mesh: SequenceMesh, run: RunEstimator, memory: float
 ) -> dict[str, int]:
-    """By bucket, the fewest ranks that its batches fit on. Collective.
+    """By bucket, the fewest ranks whose ``memory`` in bytes its batches fit into.
 
     Raises:
         ValueError: on all ranks, if the batches of a bucket fit on no group that they may run on.
     """
-    memory = free_memory(mesh, device, reserved)
     degrees = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
-    run = RunEstimator(cfg, mesh.world_size, memory / 1e9, device.type, None, mesh.ranks_per_node)
     found, lacking = {}, []
     for name, batch in batches_by_name(cfg).items():
         sizes = [degrees[name]] if name in degrees else group_sizes(mesh.family)

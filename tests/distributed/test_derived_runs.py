@@ -103,6 +103,12 @@ def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) ->
     assert others[:2] == alone[:2] and others[2] != alone[2]
 
 
+def header(text: str) -> bytes:
+    """An ``.npy`` file with this header and nothing else."""
+    line = text.ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line.encode()
+
+
 def refused(folder: Path) -> None:
     manifest = write_derived(folder)
     cfg = load_train_config(folder / "train.py")
@@ -124,6 +130,10 @@ def refused(folder: Path) -> None:
     broken: list[tuple[object, str]] = [
         (b"", "magic string"),
         (b"no array", "magic string"),
+        # Headers whose errors are those of Python's tokenizer and compiler.
+        (header("{'descr': ("), "no array as np.save writes one"),
+        (header("{'descr': 'f4,(', 'fortran_order': False, 'shape': (9, 3)}"), "no array as"),
+        (header("{'descr': '<f4', 'fortran_order': False, 'shape': (True,)}"), "no array as"),
         (np.zeros((4, 3)), "has shape [4, 3], of which the clip has [4, 3], and actions [5, 3]"),
         (np.full((9, 3), np.nan), "not finite"),
         (np.full((9, 3), "a"), "no array of numbers"),

@@ -195,7 +195,7 @@ def test_ranks_compare_their_settings(
     settings = Settings(str(folder / "run"), str(folder / "held" / "clips.csv"))
     first, second = compared(settings), compared(replace(settings, **changed))
     assert {name for name in first if first[name] != second[name]} == different
-    assert first["weights"] == "step_00000002/ema" and first["cost_model.latency"] > 0
+    assert first["weights"] == ["step_00000002/ema"] and first["cost_model.latency"] > 0
 
 
 def compared(settings: Settings) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def test_weights_without_a_config_need_one(folder: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="does not state its autoencoder.*pass --config CONFIG"):
         preflight(Settings(weights, manifest))
     cfg, found, *_ = preflight(Settings(weights, manifest, config=str(folder / "train.py")))
-    assert cfg.batch_size == 3 and found == Path(weights)
+    assert cfg.batch_size == 3 and found.weights == weights
 
 
 def test_a_checkpoint_names_nothing_to_import(folder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.encoders.convert import fetched
 from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
+from opensora_sp.integrations.diffusers.folder import _within
 from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
 from opensora_sp.training.preflight import check_initial_weights
@@ -91,6 +92,10 @@ def by_name(address: str, place: Path, cache: Path) -> list[str]:
     tensors = files.tensors()
     assert tensors.keys() == second.keys()
     assert all(torch.equal(tensors[name], second[name]) for name in tensors)
+    within = PretrainedFiles("somebody/folders/b@main", "vae").tensors()
+    assert all(torch.equal(within[name], first[name]) for name in within)
+    assert _within("somebody/folders@main", "b") == "somebody/folders/b@main"
+    assert _within(f"{NAME}@v2", "") == f"{NAME}@v2"
     assert weights_digest(f"{NAME}@v2") == weights_digest(str(find_weights(f"{NAME}@v2")))
     assert fetched(f"{NAME}@v2") == weights
 

@@ -26,11 +26,12 @@ from opensora_sp.models.token_groups import windows_of
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import buckets_of, plan
 from opensora_sp.planner.checkpointing import budget_of, memory_for
 from opensora_sp.planner.fit import fit
-from opensora_sp.planner.run_estimator import RunEstimator, spans_nodes
+from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.trace import trace_activations
 from opensora_sp.planner.traffic import tokens_changing_rank, traffic

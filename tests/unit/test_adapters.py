@@ -231,6 +231,8 @@ def test_folders_that_hold_no_plain_adapters_are_refused(tmp_path: Path) -> None
         ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
         ({"r": 0}, "r = 0"),
         ({"lora_alpha": "x"}, "lora_alpha = 'x'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"r": RANK + 1}, rf"beside adapters of rank \[{RANK}\]"),
     ):
         (folder / "adapter_config.json").write_text(json.dumps(config | changed))
         refused(message)

@@ -275,6 +275,14 @@ def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             OpenSoraPipeline.from_pretrained(tmp_path, transformer=1, text_encoder=1, scheduler=1)
 
+    # Of an object that is passed, its class counts and not what the folder names.
+    whole = tmp_path / "whole"
+    shutil.copytree(v12 / "pipe", whole)
+    named = {"vae_config": {"type": "evil.Module"}}
+    (whole / "model_index.json").write_text(json.dumps(index | named))
+    passed = OpenSoraPipeline.from_pretrained(whole, vae=loaded(v12).vae)
+    assert passed.config.vae_config["type"].startswith("opensora_sp.")
+
     pipeline = loaded(v12)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler()
     with pytest.raises(ValueError, match="got the scheduler FlowMatch.*; expected OpenSoraSch"):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from opensora_sp.cli import main
 from opensora_sp.cli.fitted import parse_memory
@@ -21,6 +20,7 @@ from opensora_sp.planner.checkpointing import budget_of, memory_for, recomputed_
 from opensora_sp.planner.communicators import BYTES_OF_PEER
 from opensora_sp.planner.fit import Fit, FittedBatch, Times, _Bucket, common_time, fit
 from opensora_sp.planner.least_ranks import least_ranks
+from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training import batch_sizes, rank_batches
 
@@ -196,18 +196,25 @@ def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
 
 @pytest.mark.slow
 def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
-    config: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path,
 ) -> None:
     mesh: Any = SimpleNamespace(world_size=2, ranks_per_node=2, family=nested_groups(2, 2))
     for sp_size, asked in (("auto", "on 2 ranks"), ("{'144p x 5': 1}", "on 1 rank[^s]")):
         cfg = load_train_config(config, [f"sp_size={sp_size}"])
-        monkeypatch.setattr(rank_batches, "free_memory", lambda *args: 80e9)
-        found = rank_batches._least_ranks(cfg, mesh, torch.device("cpu"), 0)
+        run = RunEstimator(cfg, 2, 80, "cpu", None, 2)
+        found = rank_batches._least_ranks(cfg, mesh, run, 80e9)
         assert set(found) == set(batches_by_name(cfg)) and set(found.values()) == {1}
 
-        monkeypatch.setattr(rank_batches, "free_memory", lambda *args: 1e6)
         with pytest.raises(ValueError, match=f"144p x 5 .* {asked}"):
-            rank_batches._least_ranks(cfg, mesh, torch.device("cpu"), 0)
+            rank_batches._least_ranks(cfg, mesh, run, 1e6)
+
+
+def test_nested_groups_of_any_world_lie_on_one_node(config: Path) -> None:
+    """Seven ranks are 4 + 3; neighbours of one degree would not divide them."""
+    run = RunEstimator(load_train_config(config, ["sp_size=auto"]), 7, None, "cpu", None, 7)
+    assert not any(run.spans_nodes(ranks) for ranks in range(1, 8))
+    run = RunEstimator(load_train_config(config, ["sp_size=auto"]), 16, None, "cpu", None, 8)
+    assert [ranks for ranks in (1, 2, 4, 8, 16) if run.spans_nodes(ranks)] == [16]
 
 
 # --- the command

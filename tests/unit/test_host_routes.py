@@ -85,6 +85,9 @@ def test_the_address_is_that_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(host_checks, "resolve", lambda name: [f"address of {name}"])
     assert host_checks.gloo_address() == f"address of {socket.gethostname()}"
+    # The first one, as ``check_own_address`` judges: Debian's 127.0.1.1 is not taken for it.
+    monkeypatch.setattr(host_checks, "resolve", lambda name: ["2001:db8::5", "127.0.1.1"])
+    assert host_checks.gloo_address() == "2001:db8::5"
 
 
 def test_the_attempts_end_before_the_start_does(monkeypatch: pytest.MonkeyPatch) -> None:

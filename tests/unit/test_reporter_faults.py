@@ -166,6 +166,15 @@ def test_a_line_that_was_cut_off_does_not_stop_the_next_start(tmp_path: Path) ->
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("damage", [b"\xff\n", b"3\n"])
+def test_damaged_metrics_do_not_stop_the_next_start(
+    tmp_path: Path, log: list[str], damage: bytes
+) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(damage)
+    report(tmp_path, range(0, 1))
+    assert sum("metrics.jsonl is incomplete" in line for line in log) == 1
+
+
 def test_metrics_stay_where_they_cannot_be_rewritten(tmp_path: Path) -> None:
     report(tmp_path, range(3))
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import diffusers
 
 from opensora_sp.checkpoint import new_folder, save_pretrained
+from opensora_sp.checkpoint.hub import HubName
 from opensora_sp.config import build_component
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
@@ -114,6 +115,8 @@ def write_pipeline(
     scheduler: OpenSoraScheduler,
     allow_pickle: bool = False,
     max_shard_size: int | str = "5GB",
+    license: str | None = None,
+    base_model: str | None = None,
 ) -> None:
     """Write a pipeline's folder. Encoders are copied as they are stored, and not loaded.
 
@@ -124,6 +127,7 @@ def write_pipeline(
             name of the weights to copy.
         allow_pickle: also read pickled weights of encoders.
         max_shard_size: of a file, in bytes or as "5GB".
+        license, base_model: of the model's card, see ``save_pretrained``.
 
     Raises:
         ValueError: if the folder holds something, or an encoder cannot be read.
@@ -136,7 +140,13 @@ def write_pipeline(
         "scheduler": [type(scheduler).__module__, type(scheduler).__name__],
     }
     with new_folder(Path(path)) as folder:
-        save_pretrained(model, folder / "transformer", max_shard_size=max_shard_size)
+        save_pretrained(
+            model,
+            folder / "transformer",
+            max_shard_size=max_shard_size,
+            license=license,
+            base_model=base_model,
+        )
         scheduler.save_pretrained(folder / "scheduler")
         for key, config in configs.items():
             cls = ENCODERS[key].get(config["type"])
@@ -144,12 +154,20 @@ def write_pipeline(
 
             source = config.pop("from_pretrained", None)
             if source is not None:
-                source = str(Path(source, config.pop("subfolder", None) or ""))
+                source = _within(source, config.pop("subfolder", None) or "")
                 convert_encoder(
-                    fetched(source),
+                    fetched(source, allow_pickle=allow_pickle),
                     folder / key,
                     allow_pickle=allow_pickle,
                     max_shard_size=max_shard_size,
                 )
             index[f"{key}_config"] = config
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _within(source: str, subfolder: str) -> str:
+    """A folder of a local folder, or of a name on the hub."""
+    name = None if Path(source).exists() else HubName.of_missing(source)
+    if name is None:
+        return str(Path(source, subfolder))
+    return str(replace(name, path=str(PurePosixPath(name.path, subfolder)).removeprefix(".")))

@@ -132,8 +132,14 @@ class OpenSoraPipeline(DiffusionPipeline):
         configs: dict[str, Any] = {
             f"{key}_config": folder.index.get(f"{key}_config") or {} for key in ENCODERS
         }
-        for key in ENCODERS.keys() - components.keys():
-            configs[f"{key}_config"] = folder.encoder_config(key)
+        for key in ENCODERS:
+            if key not in components:
+                configs[f"{key}_config"] = folder.encoder_config(key)
+            elif configs[f"{key}_config"].get("type") not in ENCODERS[key]:
+                # Data may not name what is imported: it is the class of the object.
+                cls_of = type(components[key])
+                name = f"{cls_of.__module__}.{cls_of.__qualname__}"
+                configs[f"{key}_config"] = {**configs[f"{key}_config"], "type": name}
         return cls(**parts, **configs)
 
     def save_pretrained(
