@@ -59,7 +59,9 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
         progress=progress,
     )
 
-    base = relative(or_shipped(args.config), out)
+    source = or_shipped(args.config)
+    # The package does not move with a project.
+    base = relative(source, out) if source == Path(args.config) else str(source)
     changed = _changed_values(args.config, args.cfg_options)
     out.write_text(config_text(cfg, fitted, base, changed, _command(args)), encoding="utf-8")
     shown = json.dumps(fitted.to_dict(), indent=1) if args.json else table(fitted, cfg)

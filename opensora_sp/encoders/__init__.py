@@ -7,10 +7,11 @@ from typing import Any
 from opensora_sp.components import component_class
 
 from .base import LatentEncoder, Piece, TextEncoder, decoded_pieces, independent_pieces
-from .huggingface import ImageVAE, T5TextEncoder
+from .huggingface import ImageVAE
 from .open_sora_vae import OpenSoraVAE
 from .open_sora_vae_v13 import OpenSoraVAEv13
 from .standins import HashedBagOfWords, PatchPoolVAE
+from .t5 import T5TextEncoder
 
 LATENT_ENCODERS: dict[str, Any] = {
     "PatchPoolVAE": PatchPoolVAE,

@@ -36,7 +36,7 @@ from opensora_sp.encoders import (
     independent_pieces,
     planned_latent_size,
 )
-from opensora_sp.encoders.huggingface import clean_caption
+from opensora_sp.encoders.t5 import clean_caption
 from opensora_sp.models import build_model
 from opensora_sp.sampling import parse, sample
 

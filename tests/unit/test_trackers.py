@@ -19,7 +19,7 @@ from PIL import Image
 from polling import wait_until
 
 from opensora_sp.data import Limits, toy_clip, write_video
-from opensora_sp.encoders.huggingface import check_cleaning
+from opensora_sp.encoders.t5 import check_cleaning
 from opensora_sp.extras import check_extra
 from opensora_sp.training import metrics, stall
 from opensora_sp.training.metrics import Reporter
