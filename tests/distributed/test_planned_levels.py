@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bucket_configs import FEW, write_bucket_config
 from ranks import run_ranks
 
 from opensora_sp.config import load_train_config
@@ -19,26 +20,11 @@ from opensora_sp.planner.trace import Activations
 from opensora_sp.resolutions import SIZES
 from opensora_sp.training import activations
 
-CONFIG = """
-vae = dict(type="PatchPoolVAE", pool=(1, 8, 8))
-text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
-model = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12,
-    hidden_size=48, depth=2, num_heads=3,
-)
-dataset = dict(type="VariableVideoText", manifest="none.csv")
-max_steps = 1
-bucket_config = {"144p": {1: (1.0, 16), 8: (1.0, 6)}, "240p": {8: (0.6, 2)}}
-cost_model = "H100"
-sp_size = "auto"
-grad_checkpoint = "auto"
-"""
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    (tmp_path / "config.py").write_text(CONFIG)
-    return str(tmp_path / "config.py")
+    values = dict(cost_model="H100", sp_size="auto", grad_checkpoint="auto")
+    return str(write_bucket_config(tmp_path, FEW, **values))
 
 
 def levels_in_a_run(config: str, of_host: float) -> tuple[int, int, list[str], str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bucket_configs import write_bucket_config
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
@@ -32,17 +33,6 @@ MIXED = {
     "240p": {1: (0.5, 8), 8: (0.6, 2)},
     "480p": {1: (0.3, 2), 16: (0.0, None)},
 }
-CONFIG = """
-vae = dict(type="PatchPoolVAE", pool=(1, 8, 8))
-text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
-model = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12,
-    hidden_size=48, depth=2, num_heads=3,
-)
-dataset = dict(type="VariableVideoText", manifest="none.csv")
-max_steps = 1
-bucket_config = {buckets!r}
-"""
 
 
 @pytest.mark.parametrize("name", GOLDEN["configs"])
@@ -77,7 +67,7 @@ def test_clips_go_where_the_release_puts_them(name: str) -> None:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Work:
-    (tmp_path / "config.py").write_text(CONFIG.format(buckets=MIXED))
+    write_bucket_config(tmp_path, MIXED)
     return Work(load_train_config(tmp_path / "config.py"))
 
 
@@ -280,7 +270,7 @@ def test_the_report_names_dropped_clips_and_the_reason(tmp_path: Path, work: Wor
 def test_buckets_that_cannot_be_are_refused(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
-    (tmp_path / "config.py").write_text(CONFIG.format(buckets=MIXED))
+    write_bucket_config(tmp_path, MIXED)
     with pytest.raises(ValueError, match=message):
         load_train_config(tmp_path / "config.py", options)
 
@@ -289,7 +279,7 @@ def test_a_plan_has_a_line_for_each_bucket(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     buckets = {"144p": {8: (1.0, 6)}, "240p": {1: (0.5, 8), 8: (0.0, None)}}
-    (tmp_path / "config.py").write_text(CONFIG.format(buckets=buckets))
+    write_bucket_config(tmp_path, buckets)
     main(["plan", str(tmp_path / "config.py"), "--gpus", "2", "--cfg-options", "sp_size=2"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bucket_configs import FEW, write_bucket_config
 
 from opensora_sp.cli import cut, main
 from opensora_sp.cli.cut import ScheduledSteps, schedule_steps
@@ -21,25 +22,10 @@ from opensora_sp.planner.communicators import communicators, gpus_of_node
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.rank_groups import nested_groups
 
-CONFIG = """
-vae = dict(type="PatchPoolVAE", pool=(1, 8, 8))
-text_encoder = dict(type="HashedBagOfWords", width=8, max_length=12)
-model = dict(
-    type="STDiT3", in_channels=3, caption_channels=8, model_max_length=12,
-    hidden_size=48, depth=2, num_heads=3,
-)
-dataset = dict(type="VariableVideoText", manifest="none.csv")
-max_steps = 1
-bucket_config = {"144p": {1: (1.0, 16), 8: (1.0, 6)}, "240p": {8: (0.6, 2)}}
-cost_model = "H100"
-sp_size = "auto"
-"""
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    (tmp_path / "config.py").write_text(CONFIG)
-    return tmp_path / "config.py"
+    return write_bucket_config(tmp_path, FEW, cost_model="H100", sp_size="auto")
 
 
 def steps_of(cfg: TrainConfig, num_gpus: int = 8, **options: Any) -> ScheduledSteps:
