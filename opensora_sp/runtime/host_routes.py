@@ -21,7 +21,7 @@ from opensora_sp.polling import wait_until
 from .bounded_store import BoundedStore
 from .environment import Launch
 from .host_checks import gloo_address
-from .rendezvous import EXIT_TIMEOUT, join_timeout
+from .rendezvous import EXIT_TIMEOUT, join_timeout, reporting_lost_store
 
 TIMEOUT = 60.0  # seconds to connect to all hosts; a bridge may forward nothing for the first 50
 SHARE_OF_JOIN_TIMEOUT = 0.8  # at most, so that the reason is reported before ``StartLimit`` ends
@@ -44,14 +44,22 @@ def connect_hosts(store: BoundedStore | None) -> None:
         store: of ``join_rendezvous``.
 
     Raises:
-        ValueError: the same on every rank, if hosts do not reach each other in time.
-        RuntimeError: if the store is lost.
+        ValueError: the same on every rank, if hosts do not reach each other in time; or if the
+            store is lost.
     """
     launch = None if store is None else Launch.read()
     if store is None or launch is None or not launch.spans_hosts:
         return
 
     store.timeout = join_timeout()
+    with reporting_lost_store(launch):
+        error = _error_of_hosts(store, launch)
+    if error:
+        raise ValueError(error)
+
+
+def _error_of_hosts(store: BoundedStore, launch: Launch) -> str:
+    """Why a host is out of reach of another one, empty if none is; the same on every rank."""
     with ExitStack() as sockets:
         number = 0
         if launch.local_rank == 0:
@@ -70,13 +78,14 @@ def connect_hosts(store: BoundedStore | None) -> None:
             store.add(DONE, 1)
         _wait(lambda: store.add(DONE, 0) >= num_hosts)
 
-    if store.check([ERROR]):
-        reason = store.get(ERROR).decode()
-        # A rank that exits may end the store, or let torchrun end the other ranks of its host.
-        store.add(KNOW, 1)
-        if launch.agent_store or launch.hosts_store:
-            wait_until(lambda: store.add(KNOW, 0) >= launch.world_size, EXIT_TIMEOUT)
-        raise ValueError(reason)
+    if not store.check([ERROR]):
+        return ""
+    reason: str = store.get(ERROR).decode()
+    # A rank that exits may end the store, or let torchrun end the other ranks of its host.
+    store.add(KNOW, 1)
+    if launch.agent_store or launch.hosts_store:
+        wait_until(lambda: store.add(KNOW, 0) >= launch.world_size, EXIT_TIMEOUT)
+    return reason
 
 
 def _listen(sockets: ExitStack) -> str:

@@ -124,7 +124,7 @@ class Rendezvous:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         names = dist.PrefixStore(f"opensora_sp/{attempt}", server)
         key = f"rendezvous of process {os.getpid()} of {self.host}"
-        with self._reported():
+        with reporting_lost_store(launch):
             number = BoundedStore(names, max(1.0, self._remaining())).add(key, 1)
         self.store = BoundedStore(dist.PrefixStore(str(number), names), timeout)
 
@@ -138,7 +138,7 @@ class Rendezvous:
         software = {**versions(), "device": device_kind()}
         info = RankInfo(launch.rank, launch.world_size, self.host, software, settings, error)
 
-        with self._reported():
+        with reporting_lost_store(launch):
             number = self.store.add(COUNTER, 1)
             if number > launch.world_size:
                 raise ValueError(self._foreign(number))
@@ -148,18 +148,6 @@ class Rendezvous:
                 self._wait_until_all_know()
         if verdict:
             raise ValueError(verdict)
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Turn the error of a store that is lost, or does not answer, into one for users."""
-        try:
-            yield
-        except RuntimeError as lost:
-            raise ValueError(
-                f"got no response from the store at {_address(self.launch)} on {self.host} "
-                f"({_reason(lost)}); expected the first host to keep running until all ranks have "
-                "joined; look at its output"
-            ) from None
 
     def _judge(self) -> str:
         """Compare the ranks as they join; set and return the reason not to start, empty if none."""
@@ -267,6 +255,19 @@ def _open_store(launch: Launch, timeout: float) -> dist.Store:
             f"{timeout:.0f} s ({_reason(error)}); expected rank 0 to listen there; check that it "
             "was started, that MASTER_ADDR and MASTER_PORT are the same on all hosts, that no "
             "other program uses the port, and that no firewall is between them"
+        ) from None
+
+
+@contextmanager
+def reporting_lost_store(launch: Launch) -> Iterator[None]:
+    """Turn the error of a store that is lost, or does not answer, into one for users."""
+    try:
+        yield
+    except RuntimeError as lost:
+        raise ValueError(
+            f"got no response from the store at {_address(launch)} on {socket.gethostname()} "
+            f"({_reason(lost)}); expected the first host to keep running until all ranks have "
+            "joined; look at its output"
         ) from None
 
 

@@ -90,6 +90,21 @@ def test_the_address_is_that_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_checks.gloo_address() == "2001:db8::5"
 
 
+def test_a_store_that_is_lost_meanwhile_is_an_error_of_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 ends after all have joined, and takes the store along."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    launch = Launch(1, 2, 0, 1, ("127.0.0.1", server.port), False)
+    monkeypatch.setattr(host_routes.Launch, "read", lambda: launch)
+    store = BoundedStore(client, timeout=20.0)
+    del server
+
+    with pytest.raises(ValueError, match="got no response from the store at .*look at its output"):
+        host_routes.connect_hosts(store)
+
+
 def test_the_attempts_end_before_the_start_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.JOIN_TIMEOUT, "0.5")
     errors, _ = connect_two_hosts(monkeypatch, failing_attempts=1000)
