@@ -29,6 +29,7 @@ from opensora_sp.components import nearest
 from opensora_sp.json_reader import read_json
 from opensora_sp.models.lora import ADAPTER
 
+from .hub import ADAPTERS, HubName, fetch
 from .paths import ADAPTER_CONFIG, newest_checkpoint
 from .reader import PickledWeightsError, Stored, Weights, open_weights
 from .tensor_file import as_bytes
@@ -173,7 +174,8 @@ def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) 
     """Open adapters; only names and shapes are read.
 
     Args:
-        source: ``PATH`` or ``PATH:SCALE``; see ``find_adapters``.
+        source: ``PATH`` or ``PATH:SCALE``; see ``find_adapters``. A PATH that is not on disk is a
+            name on the Hugging Face hub, ``owner/repository[/path][@revision]``.
         ema: choose the EMA weights of a run's checkpoint.
         allow_pickle: also open peft's ``adapter_model.bin``, as ``open_weights`` does.
 
@@ -182,12 +184,16 @@ def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) 
             kind than what ``adapter_files`` describes.
     """
     path, scale = parse_source(source)
-    folder = find_adapters(path, ema=ema)
+    found: str | Path = path
+    if not Path(path).exists() and (on_hub := HubName.of_missing(path)) is not None:
+        found = fetch(on_hub, kind=ADAPTERS, allow_pickle=allow_pickle, more=(BASE_FACTS,))
+    folder = find_adapters(found, ema=ema)
     if folder is None:
         advice = "check the path" if not Path(path).exists() else "pass whole weights as --ckpt"
         raise ValueError(
             f"got adapters {path!r}, where there is no {ADAPTER_CONFIG}; expected a run that was "
-            f"trained with lora=dict(...), its checkpoint, or a folder that peft wrote; {advice}"
+            "trained with lora=dict(...), its checkpoint, a folder that peft wrote, or a name on "
+            f"the hub, whose first part is no folder here; {advice}"
         )
 
     config = read_json(folder / ADAPTER_CONFIG)

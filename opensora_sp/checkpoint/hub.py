@@ -1,4 +1,4 @@
-"""Weights by their name on the Hugging Face hub: ``owner/repository[/path][@revision]``.
+"""Weights and adapters by their names on the hub: ``owner/repository[/path][@revision]``.
 
 Files come into the cache of huggingface_hub. One process of a node downloads a repository, while
 the other ranks wait for it. Safetensors are preferred; pickles are downloaded only where they
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -21,18 +21,50 @@ from filelock import FileLock
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)/?([\w./-]*)(?:@([\w./-]+))?", re.ASCII)
-# Of a folder: the first of these that it has, whose shards go with it, or else all safetensors.
-_SAFETENSORS = (
-    ("model.safetensors",),
-    ("model.safetensors.index.json", "model-*.safetensors"),
-    ("diffusion_pytorch_model.safetensors",),
-    ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-*.safetensors"),
-    ("*.safetensors", "*.safetensors.index*.json"),
-)
-_PICKLES = ("*.bin", "*.bin.index*.json", "*.pt", "*.pth")
 # Beside the weights. A card has their license.
 _ABOUT = ("config.json", "README.md", "adapter_config.json")
 _LISTED = 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is looked for in a repository.
+
+    Attributes:
+        noun, content: of the source and of what it holds, for messages.
+        safetensors: patterns of the files of a folder: the first group whose first pattern it has.
+        pickles: patterns where there are no safetensors.
+        advice: what to do with pickles; may name the source and a folder for it.
+    """
+
+    noun: str
+    content: str
+    safetensors: tuple[tuple[str, ...], ...]
+    pickles: tuple[str, ...]
+    advice: str
+
+
+WEIGHTS = Kind(
+    "checkpoint",
+    "weights",
+    # Shards go with their index. Without a known name, all safetensors of the folder.
+    (
+        ("model.safetensors",),
+        ("model.safetensors.index.json", "model-*.safetensors"),
+        ("diffusion_pytorch_model.safetensors",),
+        ("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-*.safetensors"),
+        ("*.safetensors", "*.safetensors.index*.json"),
+    ),
+    ("*.bin", "*.bin.index*.json", "*.pt", "*.pth"),
+    "convert them once: opensora-sp convert {name} {target} --allow-pickle",
+)
+ADAPTERS = Kind(
+    "adapters",
+    "LoRA adapters",
+    (("adapter_model.safetensors",),),
+    ("adapter_model.bin",),
+    "save them with peft's save_pretrained(..., safe_serialization=True)",
+)
 
 
 @dataclass(frozen=True)
@@ -102,25 +134,38 @@ def snapshot(name: HubName, patterns: Sequence[str], *, is_online: bool) -> Path
         )
 
 
-def _only_process(repository: str) -> FileLock:
-    """A lock that one process of a node has for a repository.
+@contextmanager
+def _only_process(repository: str) -> Iterator[None]:
+    """Inside, no other process of the node downloads a repository.
 
-    huggingface_hub's own, of a file, let the next process link the file again: it is missing for a
-    moment, in which the process before may open it.
+    huggingface_hub's own lock, of a file, let the next process link the file again: it is missing
+    for a moment, in which the process before may open it.
     """
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE, ".locks")
-    folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / f"opensora_sp--{repository.replace('/', '--')}.lock")
+    with ExitStack() as stack:
+        # Nobody downloads into a cache that cannot be written; what it has is read.
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"opensora_sp--{repository.replace('/', '--')}.lock"
+            stack.enter_context(FileLock(folder / name))
+        yield
 
 
 # A run opens its weights more than once: each time the same commit.
 @lru_cache(maxsize=16)
-def fetch(name: HubName, *, allow_pickle: bool = False, more: tuple[str, ...] = ()) -> Path:
+def fetch(
+    name: HubName,
+    *,
+    kind: Kind = WEIGHTS,
+    allow_pickle: bool = False,
+    more: tuple[str, ...] = (),
+) -> Path:
     """The path in the cache of weights on the hub: a file, or a folder with ``config.json``.
 
     Args:
+        kind: fetch adapters instead.
         allow_pickle: also fetch pickled weights, where there are no others.
         more: patterns of further files in the same folder.
 
@@ -131,57 +176,59 @@ def fetch(name: HubName, *, allow_pickle: bool = False, more: tuple[str, ...] = 
         is_online = answers()
         if is_online:
             listed = files_of(name)
-            wanted = chosen_files(name, listed, allow_pickle=allow_pickle, more=more)
+            wanted = chosen_files(name, listed, kind, allow_pickle=allow_pickle, more=more)
             folder = snapshot(name, wanted, is_online=True)
         else:
             folder = snapshot(name, (), is_online=False)
             found = [path for path in folder.rglob("*") if path.is_file()]
             listed = [path.relative_to(folder).as_posix() for path in found]
-            chosen_files(name, listed, allow_pickle=allow_pickle)
+            chosen_files(name, listed, kind, allow_pickle=allow_pickle)
     except _NoWeightsError as error:
         raise ValueError(str(error)) from None
     # Errors of huggingface_hub depend on its version and its HTTP library.
     except Exception as error:
-        raise _not_fetched(name, error) from error
+        raise _not_fetched(name, kind, error) from error
 
-    logger.info("weights: %s of the hub is commit %s, in %s", name, folder.name, folder)
+    logger.info("%s: %s of the hub is commit %s, in %s", kind.content, name, folder.name, folder)
     return folder / name.path
 
 
 class _NoWeightsError(Exception):
-    """A repository that holds no weights that may be read."""
+    """A repository that holds no weights, or no adapters, that may be read."""
 
 
 def chosen_files(
-    name: HubName, listed: Sequence[str], *, allow_pickle: bool, more: Sequence[str] = ()
+    name: HubName,
+    listed: Sequence[str],
+    kind: Kind = WEIGHTS,
+    *,
+    allow_pickle: bool,
+    more: Sequence[str] = (),
 ) -> list[str]:
-    """Those of a repository's files that are needed to read the weights at a name.
+    """Those of a repository's files that are needed to read what is at a name.
 
     Raises:
-        ValueError: if there are none, with the files that there are.
+        _NoWeightsError: if there are none, with the files that there are.
     """
     if name.path in listed:
         weights, folder = [name.path], PurePosixPath(name.path).parent
     else:
         folder = PurePosixPath(name.path)
         here = [file for file in listed if PurePosixPath(file).parent == folder]
-        weights = _weights_among(here, allow_pickle=allow_pickle)
+        weights = _weights_among(here, kind, allow_pickle=allow_pickle)
 
     if not weights:
-        raise _no_weights(name, listed, folder)
+        raise _no_weights(name, kind, listed, folder)
     about = {str(folder / pattern) for pattern in (*_ABOUT, *more)}
     return [*weights, *(f for f in listed if any(fnmatchcase(f, one) for one in about))]
 
 
-def _weights_among(files: Sequence[str], *, allow_pickle: bool) -> list[str]:
+def _weights_among(files: Sequence[str], kind: Kind, *, allow_pickle: bool) -> list[str]:
     """The weights among the files of one folder: safetensors, or else pickles."""
-    for patterns in (*_SAFETENSORS, _PICKLES if allow_pickle else ()):
-        names = [file for file in files if _is_like(file, patterns)]
-        if any(_is_like(file, patterns[:1]) for file in names):
-            return names
-        if patterns is _PICKLES and names:
-            return names
-    return []
+    for patterns in kind.safetensors:
+        if any(_is_like(file, patterns[:1]) for file in files):
+            return [file for file in files if _is_like(file, patterns)]
+    return [file for file in files if allow_pickle and _is_like(file, kind.pickles)]
 
 
 def _is_like(file: str, patterns: Sequence[str]) -> bool:
@@ -190,14 +237,17 @@ def _is_like(file: str, patterns: Sequence[str]) -> bool:
     return not is_optimizer and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _no_weights(name: HubName, listed: Sequence[str], folder: PurePosixPath) -> _NoWeightsError:
-    pickles = [f for f in listed if PurePosixPath(f).parent == folder and _is_like(f, _PICKLES)]
+def _no_weights(
+    name: HubName, kind: Kind, listed: Sequence[str], folder: PurePosixPath
+) -> _NoWeightsError:
+    here = [file for file in listed if PurePosixPath(file).parent == folder]
+    pickles = [file for file in here if _is_like(file, kind.pickles)]
     if pickles:
         target = f"{PurePosixPath(name.repository).name}-safetensors"
         return _NoWeightsError(
-            f"got checkpoint {str(name)!r} on the hub, whose weights ({pickles[0]}) are pickled, "
-            "and a pickle can run code as it is read; expected safetensors; convert them once: "
-            f"opensora-sp convert {name} {target} --allow-pickle, or pass allow_pickle=True "
+            f"got {kind.noun} {str(name)!r} on the hub, whose weights ({pickles[0]}) are pickled, "
+            "and a pickle can run code as it is read; expected safetensors; "
+            f"{kind.advice.format(name=name, target=target)}, or pass allow_pickle=True "
             "(--allow-pickle)"
         )
 
@@ -206,13 +256,13 @@ def _no_weights(name: HubName, listed: Sequence[str], folder: PurePosixPath) -> 
     if others > 0:
         there += f" and {others} more"
     return _NoWeightsError(
-        f"got checkpoint {str(name)!r} on the hub, which holds no weights there; expected a file "
-        f"of weights, or a folder with one; there are: {there}; name one of these as "
+        f"got {kind.noun} {str(name)!r} on the hub, which holds no {kind.content} there; expected "
+        f"a file of them, or a folder with one; there are: {there}; name one of these as "
         f"{name.repository}/PATH, or check the name"
     )
 
 
-def _not_fetched(name: HubName, error: Exception) -> ValueError:
+def _not_fetched(name: HubName, kind: Kind, error: Exception) -> ValueError:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -224,7 +274,7 @@ def _not_fetched(name: HubName, error: Exception) -> ValueError:
         reason = f"which is not on disk and cannot be fetched from the hub by that name ({text})"
     revision = f" --revision {name.revision}" if name.revision else ""
     return ValueError(
-        f"got checkpoint {str(name)!r}, {reason}; expected a path, or a name on the hub and a "
+        f"got {kind.noun} {str(name)!r}, {reason}; expected a path, or a name on the hub and a "
         f"network to fetch it; check the path, or download it where there is a network: hf "
         f"download {name.repository}{revision} --local-dir DIR (`hf auth login` for private ones)"
     )

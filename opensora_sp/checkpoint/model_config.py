@@ -177,7 +177,12 @@ def choose_config(
 
 
 def check_model_config(
-    folder: Path, name: str, config: Any, *, convert: Collection[str] = ()
+    folder: Path,
+    name: str,
+    config: Any,
+    *,
+    convert: Collection[str] = (),
+    of_base: bool = False,
 ) -> None:
     """Compare the configured model with the ``config.json`` of weights.
 
@@ -189,6 +194,8 @@ def check_model_config(
         name: of the model's class.
         config: its dataclass.
         convert: conversions, whose settings may differ.
+        of_base: the file may name a class that the model's is derived from, without the settings
+            that the latter adds.
 
     Raises:
         ValueError: if the file is missing, or names another class or configuration.
@@ -200,9 +207,14 @@ def check_model_config(
         )
 
     saved_name, values, _ = parse_model_config(saved, folder)
+    known = {one.name for one in dataclasses.fields(config)}
+    if of_base and issubclass(model_class(name), model_class(saved_name)):
+        name = saved_name
+        known = {one.name for one in dataclasses.fields(model_class(name).Config)}
+
     may_differ = MAY_DIFFER.union(*(CONVERSIONS[one].config_keys for one in convert))
     settings = dataclasses.asdict(config).items()
-    wanted = {key: value for key, value in settings if key not in may_differ}
+    wanted = {key: value for key, value in settings if key in known - may_differ}
     _refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
@@ -159,7 +160,12 @@ def check_names(
 
 
 def fitted(
-    weights: Weights, model: ConditionedModel, *, convert: Collection[str] = (), strict: bool = True
+    weights: Weights,
+    model: ConditionedModel,
+    *,
+    convert: Collection[str] = (),
+    strict: bool = True,
+    of_base: bool = False,
 ) -> Weights:
     """The weights for a model: converted on request, and checked name by name.
 
@@ -168,6 +174,8 @@ def fitted(
         model: the bare model, which may be on the meta device.
         convert: names of ``CONVERSIONS`` to apply; one without anything to convert is logged.
         strict: refuse any difference. Otherwise tensors that differ are skipped, with a warning.
+        of_base: for a derived class also accept all weights of a class that it is derived from.
+            What it adds is not among them then, and keeps its initialization.
 
     Raises:
         ValueError: with all differences, or if nothing fits at all.
@@ -176,6 +184,10 @@ def fitted(
     differences = Differences.between(weights.shapes, model.state_dict())
     if not differences:
         return weights
+    base = _base_of(weights, model) if of_base else None
+    if base is not None and len(differences) == len(differences.missing):
+        note = f"those of {base}; initialized anew: {_listed(differences.missing)}"
+        return replace(weights, notes=(*weights.notes, note))
 
     skipped = {*differences.unexpected, *differences.reshaped}
     if strict or len(skipped) == len(weights.tensors):
@@ -187,6 +199,21 @@ def fitted(
 
     logger.warning("weights: loading what fits of %s (%s)", weights.path, differences)
     return weights.only(weights.tensors.keys() - skipped)
+
+
+def _base_of(weights: Weights, model: ConditionedModel) -> str | None:
+    """The class, of those that a model's is derived from, that has just these tensors."""
+    for cls in type(model).__mro__[1:]:
+        # Only whole models are configured.
+        config = getattr(cls, "Config", None)
+        if config is None:
+            continue
+        settings = {one.name: getattr(model.config, one.name) for one in dataclasses.fields(config)}
+        with torch.device("meta"):
+            tensors = cls(config(**settings)).state_dict()
+        if not Differences.between(weights.shapes, tensors):
+            return cls.__name__
+    return None
 
 
 def _conversion_hint(weights: Weights, model: ConditionedModel, num_differences: int) -> str:

@@ -46,8 +46,8 @@ class InferenceConfig(Common):
     """
 
     lora: tuple[str, ...] = ()
-    """LoRA adapters to merge into the weights, each `PATH` or `PATH:SCALE`: runs, checkpoints, or
-    peft's folders; see docs/lora.md.
+    """LoRA adapters to merge into the weights, each `PATH` or `PATH:SCALE`: runs, checkpoints,
+    peft's folders, or names on the hub; see docs/lora.md.
     """
 
     use_ema: bool = True
@@ -75,7 +75,7 @@ class InferenceConfig(Common):
     """Videos per prompt."""
 
     skip_existing: bool = False
-    """Skip videos that exist already from the same request."""
+    """Skip videos that exist already from the same request and the same files."""
 
     format: Literal["mp4", "gif"] = "mp4"
     """File format of videos; single frames are PNG."""

@@ -101,8 +101,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH[:SCALE]",
-        help="LoRA adapters to merge into the weights: a run, a checkpoint or peft's folder; "
-        "repeatable",
+        help="LoRA adapters to merge into the weights: a run, a checkpoint, peft's folder or a "
+        "name on the hub; repeatable",
     )
     parser.add_argument(
         "--gif", dest="format", action="store_const", const="gif", help="write GIF instead of mp4"

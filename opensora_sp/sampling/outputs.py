@@ -11,7 +11,9 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from .requests import Request
 
 # The folder of videos whose names are their prompts.
 VIDEOS = "videos"
+# The key of digests of the files that a video was made of. Former versions recorded none.
+DIGESTS = "input_sha256"
 
 
 class Mp4:
@@ -198,12 +202,23 @@ def facts_of(
         facts["lora"] = cfg.lora
     if request.inputs:
         facts["inputs"] = {name: str(path) for name, path in request.inputs.items()}
+    if request.digests:
+        facts[DIGESTS] = dict(request.digests)
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}
     # Of the sequence-parallel options, only this one changes the result.
     facts["config"]["comm_dtype"] = cfg.sequence_parallel.comm_dtype
     return json.loads(json.dumps(facts))
+
+
+def with_digests(requests: Sequence[Request]) -> list[Request]:
+    """The requests with the digests of their files, each of which is read once."""
+    digest = cache(sha256)
+    return [
+        replace(request, digests={str(path): digest(path) for path in request.files})
+        for request in requests
+    ]
 
 
 def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[str] | None:
@@ -221,6 +236,8 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
 
     # The paths of weights and adapters may change; their SHA-256 may not.
     compared = [key for key in facts if key not in ("ckpt", "lora")]
+    if DIGESTS in compared and DIGESTS not in existing:
+        compared.remove(DIGESTS)
     differing = [key for key in compared if existing.get(key) != facts[key]]
     if not differing and not path.is_file():
         return None

@@ -67,6 +67,7 @@ class Request:
         sample: number of the video among those of the same prompt.
         own_name: the name of its files, without suffix; None makes one of index and prompt.
         inputs: files of the model's further inputs, by name.
+        digests: SHA-256 of ``files`` by path, where they are recorded beside the video.
     """
 
     prompt: Prompt
@@ -80,6 +81,12 @@ class Request:
     sample: int = 0
     own_name: str | None = None
     inputs: Mapping[str, Path] = field(default_factory=dict, hash=False)
+    digests: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def files(self) -> list[Path]:
+        """What is read for the video."""
+        return [*self.prompt.references, *self.inputs.values()]
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -55,7 +55,7 @@ from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.host_checks import use_device
 
 from .decoding import writer_of
-from .outputs import Output, differences, facts_of, fingerprint, media_path
+from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
 from .pipeline import Pipeline
 from .placement import free_memory, place_encoders
 from .process_groups import choose_groups
@@ -289,7 +289,9 @@ def _sample_all(
 def _remaining_requests(
     cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
 ) -> tuple[list[Request], str]:
-    """The requests still to be sampled, and the SHA-256 of the weights. Collective.
+    """The requests still to be sampled, with digests of their files, and that of the weights.
+
+    Collective.
 
     Rank 0 reads the files and broadcasts the result.
 
@@ -302,7 +304,8 @@ def _remaining_requests(
         if is_rank_0:
             adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
             verify_parts(weights, adapters)
-            digest, remaining = fingerprint(weights, adapters), requests
+            digest = fingerprint(weights, adapters)
+            requests = remaining = with_digests(requests)
 
             if cfg.skip_existing:
                 remaining = [

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from derived_models import STREET, WORLD, DerivedCase, with_package, write_package
+from derived_models import (
+    STREET,
+    WORLD,
+    DerivedCase,
+    with_package,
+    write_derived,
+    write_package,
+)
 from parity_cases import assert_one_process_result, make_inputs, make_model
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import from_pretrained, save_pretrained
-from opensora_sp.models import compile_blocks
+from opensora_sp.checkpoint import (
+    fitted,
+    from_pretrained,
+    load_model,
+    open_weights,
+    save_pretrained,
+)
+from opensora_sp.config import TrainConfig, load_train_config
+from opensora_sp.config.sections import Lora
+from opensora_sp.models import STDiT3, compile_blocks
 from opensora_sp.models.compile import num_graphs
 from opensora_sp.parallel import SequenceMesh, held_rows, parallelize
+from opensora_sp.training.preflight import check_initial_weights
 
 PLAIN = DerivedCase((1, 5, 7, 9))
 FEW = [(PLAIN, {}), (DerivedCase((2, 3, 5, 6), mask=True, x_mask=True, checkpoint=True), {})]
@@ -99,22 +117,55 @@ def conditions_act(folder: Path) -> None:
 
 def starts_from(folder: Path) -> None:
     """Weights of an STDiT3 with the new layers, which change nothing at first."""
+    write_derived(folder)
     for name in (WORLD, STREET):
         case = DerivedCase((1, 3, 4, 6), model=name)
         derived, inputs = make_model(case), make_inputs(case)
         own = {one: inputs.pop(one) for one in derived.extra_inputs}
         base = make_model(replace(case, model="STDiT3"))
-        save_pretrained(base, folder / f"base of {name}")
-
-        with pytest.raises(ValueError, match="missing"):
-            type(derived).from_pretrained(folder / f"base of {name}")
+        path = folder / f"base of {name}"
+        save_pretrained(base, path)
         options = {one: getattr(derived.config, one) for one in case.options()}
-        loaded = (
-            type(derived)
-            .from_pretrained(folder / f"base of {name}", strict=False, **options)
-            .double()
-        )
+        loaded = type(derived).from_pretrained(path, **options).double()
         torch.testing.assert_close(loaded(**inputs, **own), base(**inputs))
+
+        settings = dataclasses.asdict(derived.config)
+        cfg = load_train_config(folder / "train.py", [f"load={path}"])
+        cfg = cfg.model_copy(update={"model": settings | {"type": name}})
+        check_initial_weights(cfg)
+        refuse_others(type(derived), path, cfg)
+
+
+def refuse_others(derived: type[STDiT3], path: Path, cfg: TrainConfig) -> None:
+    """A tensor of the base that is missing or misspelt, only some of those that a class adds."""
+    tensors = load_file(path / "model.safetensors")
+    added = derived(cfg.model_spec.config).state_dict().keys() - tensors.keys()
+    for missing, more, message in (
+        ("t_block.1.bias", {}, r"\d+ differences: missing .*t_block.1.bias"),
+        ("t_block.1.bias", {"t_blok.1.bias": tensors["t_block.1.bias"]}, "unexpected t_blok"),
+        (None, {min(added): torch.zeros(1)}, f"missing .*of another shape {min(added)}"),
+    ):
+        changed = {name: one for name, one in tensors.items() if name != missing}
+        save_file(changed | more, path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            check_initial_weights(cfg)
+    save_file(tensors, path / "model.safetensors")
+
+    # Sampling takes weights that were trained; adapters are for whole ones.
+    model = cfg.model_spec.build()
+    with pytest.raises(ValueError, match="weights of another model .* missing"):
+        fitted(open_weights(path), model)
+    with pytest.raises(ValueError, match="of another model .*_class_name is 'STDiT3' there"):
+        check_initial_weights(cfg.model_copy(update={"lora": Lora(rank=2, alpha=2)}))
+
+    # The boosted model of a run keeps what it has initialized.
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    weights = fitted(open_weights(path), model, of_base=True)
+    (note,) = weights.notes
+    assert note.startswith("those of STDiT3; initialized anew: ")
+    load_model(weights, model, None)
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name] if name in added else tensors[name].to(one.dtype))
 
 
 def test_training_starts_from_the_weights_of_an_stdit3(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from derived_models import STREET, WORLD, with_package, write_package
-from runs import ROOT, SAMPLE, TRAIN, losses, run_forked, write_toy_set
+from derived_models import STREET, WORLD, with_package, write_derived
+from runs import ROOT, TRAIN, losses, run_forked
 
 from opensora_sp.config import load_either, load_inference_config, load_train_config
 from opensora_sp.data import ClipShape, CorruptSample, Sample
@@ -19,36 +19,7 @@ from opensora_sp.features.build import make_dataset
 from opensora_sp.features.precompute import check_reproducible
 from opensora_sp.sampling.requests import check_requests, requests_of
 
-START = """import runpy, sys
-sys.path.insert(0, {folder!r})
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 STREET_OPTIONS = "map_channels=2, box_size=4,"
-
-
-def write_derived(folder: Path, name: str = WORLD, own: str = "action_size=3,") -> Path:
-    """The package, a toy set with a column of files for each further input, configs of runs."""
-    write_package(folder)
-    manifest = write_toy_set(folder / "clips", 6)
-    shapes = {"actions": (9, 3)} if name == WORLD else {"map": (2, 5, 7, 6), "boxes": (32, 4)}
-    header, *lines = manifest.read_text().splitlines()
-    for clip, line in enumerate(lines):
-        for column, shape in shapes.items():
-            drawn = np.random.default_rng(clip).normal(size=shape)
-            np.save(folder / "clips" / f"{column}-{clip}.npy", drawn)
-            line += f",{column}-{clip}.npy"
-        lines[clip] = line
-    manifest.write_text("\n".join([",".join([header, *shapes]), *lines]) + "\n")
-
-    (folder / "start.py").write_text(START.format(folder=str(folder)))
-    for file, text in {
-        "train.py": TRAIN.format(manifest=str(manifest)),
-        "sample.py": SAMPLE,
-    }.items():
-        text = text.replace('type="STDiT3",', f'type="{name}", {own}')
-        (folder / file).write_text(text)
-    return manifest
 
 
 def run(folder: Path, script: str, *arguments: str | Path, ranks: int) -> str:

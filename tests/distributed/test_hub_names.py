@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from pathlib import Path
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_hub import FakeHub, commit_of, use_hub
+from own_disk import make_read_only, with_own_disk
 from random_weights import draw_weights
 from ranks import run_ranks
 from runs import SAMPLE, TRAIN, write_toy_set
+from safetensors.torch import save_file
 
 from opensora_sp.checkpoint import find_weights, from_pretrained, hub, save_pretrained
+from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
 from opensora_sp.checkpoint.hub import HubName
 from opensora_sp.checkpoint.model_card import CARD, model_card, saved_license
 from opensora_sp.cli import main
@@ -23,10 +27,11 @@ from opensora_sp.encoders.convert import fetched
 from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
 from opensora_sp.integrations.diffusers.folder import _within
 from opensora_sp.models import build_model
-from opensora_sp.sampling.run import preflight
+from opensora_sp.models.lora import add_lora, lora_layers
+from opensora_sp.sampling.run import preflight, resolved_sources
 from opensora_sp.training.preflight import check_initial_weights
 
-NAME = "somebody/stdit3"
+NAME, LORA = "somebody/stdit3", "somebody/lora"
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -44,18 +49,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = build_model(options.pop("type"), **options)
     for seed, name in enumerate(("first", "second")):
         save_pretrained(draw_weights(model, seed=seed), folder / name, license="apache-2.0")
+        save_adapters(model, folder / f"{name} adapters", seed)
     return folder
+
+
+def save_adapters(model: torch.nn.Module, folder: Path, seed: int) -> None:
+    """Drawn adapters of a model, as a run saves them."""
+    adapted = copy.deepcopy(model)
+    add_lora(adapted, rank=2, alpha=4.0)
+    draw_weights(adapted, seed=seed)
+    parameters = adapted.named_parameters()
+    trained = {name_on_disk(name): one.data for name, one in parameters if one.requires_grad}
+    folder.mkdir()
+    save_file(trained, folder / "adapter_model.safetensors")
+    about = adapter_files(list(lora_layers(adapted)), rank=2, alpha=4.0, base=Base(NAME, str(seed)))
+    for name, data in about.items():
+        (folder / name).write_bytes(data)
 
 
 def make_hub(place: Path) -> FakeHub:
     first, second = files_in(place / "first"), files_in(place / "second")
     pickled = io.BytesIO()
     torch.save({"weight": torch.ones(2)}, pickled)
+    adapters = [files_in(place / f"{one} adapters") for one in ("first", "second")]
+    unsafe = {"adapter_model.bin": pickled.getvalue()}
+    unsafe["adapter_config.json"] = adapters[0]["adapter_config.json"]
     both = {"pytorch_model.bin": pickled.getvalue(), "optimizer.bin": b"0", "own.py": b"import os"}
     return FakeHub(
         {
             NAME: {"main": {**first, **both}, "v2": second, "refs%2Fpr%2F1": second},
             "somebody/pickled": {"main": {"config.json": b"{}", **both}},
+            LORA: {"main": {**adapters[0], **first}, "v2": adapters[1]},
+            "somebody/unsafe": {"main": unsafe},
             "somebody/many": {"main": {f"readme-{i}.txt": b"" for i in range(12)}},
             "somebody/folders": {
                 "main": {f"{part}/{name}": first[name] for part in ("a", "b") for name in first}
@@ -113,8 +138,34 @@ def by_name(address: str, place: Path, cache: Path) -> list[str]:
     refused("'nobody/nothing', .*cannot be fetched from the hub.*hf download", "nobody/nothing")
     refused("'somebody/stdit3@v9', .*cannot be fetched.*--revision v9", f"{NAME}@v9")
 
+    merge_by_name(place)
     offline(refused)
+    cfg = load_inference_config(place / "sample.py")
+    assert resolved_sources(cfg, [f"{LORA}:2"], ema=True)[0].endswith(":2.0")
     return [str(path.relative_to(cache)) for path in (found, weights)]
+
+
+def merge_by_name(place: Path) -> None:
+    """Adapters of the hub, at a revision and with a scale."""
+
+    def merged(weights: str, *lora: str) -> dict[str, torch.Tensor]:
+        return from_pretrained(place / weights, lora=lora).state_dict()
+
+    wanted = merged("first", f"{place}/first adapters", f"{place}/second adapters:0.5")
+    found = merged("first", LORA, f"{LORA}@v2:0.5")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+    for source, message in (
+        ("nobody/nothing", "got adapters 'nobody/nothing', .*cannot be fetched from the hub"),
+        (f"{LORA}@v9:0.5", f"got adapters '{LORA}@v9', .*--revision v9"),
+        (NAME, f"got adapters '{NAME}' on the hub, which holds no LoRA adapters there"),
+        ("somebody/unsafe", "are pickled.*save them with peft's save_pretrained"),
+    ):
+        # Before anything else is read, as a command line is.
+        options = [f"lora=['{source}']", "prompts=['a']", f"ckpt={place / 'first'}"]
+        cfg = load_inference_config(place / "sample.py", options)
+        with pytest.raises(ValueError, match=message):
+            preflight(cfg.model_copy(update={"outputs": str(place / "out")}))
 
 
 def offline(refused) -> None:
@@ -139,10 +190,28 @@ def test_every_place_takes_names_and_a_node_downloads_once(place: Path, tmp_path
     snapshots = [f"models--somebody--stdit3/snapshots/{commit}" for commit in commits]
     assert paths == [snapshots, snapshots]
 
-    # The first and the second weights, and those of both folders, which are equal. Pickles only
-    # where asked for.
+    # The first and the second weights, and those of both folders, which are equal; none beside
+    # adapters. Pickles only where asked for.
     assert served.fetched["model.safetensors"] == 3 and served.fetched["pytorch_model.bin"] == 1
     assert not served.fetched["optimizer.bin"] + served.fetched["own.py"]
+    assert served.fetched["adapter_model.safetensors"] == served.fetched["base.json"] == 2
+    assert not served.fetched["adapter_model.bin"]
+
+
+def read_only(served: FakeHub, cache: Path) -> None:
+    with served.serving() as address:
+        use_hub(address, cache)
+        first = find_weights(NAME)
+        make_read_only(cache)
+        hub.fetch.cache_clear()
+        assert find_weights(NAME) == first
+        with pytest.raises(ValueError, match=r"fetched from the hub .*Read-only file system"):
+            find_weights(f"{NAME}@v2")
+
+
+def test_a_cache_that_cannot_be_written_is_read(place: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with_own_disk(cache, 8, read_only, make_hub(place), cache)
 
 
 def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

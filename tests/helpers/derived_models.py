@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from parity_cases import Case
-from runs import ROOT
+from runs import ROOT, SAMPLE, TRAIN, write_toy_set
 
 WORLD, STREET = "my_package.world.WorldSTDiT3", "my_package.street.StreetSTDiT3"
+START = """import runpy, sys
+sys.path.insert(0, {folder!r})
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 MODULE = re.compile(r"```python\n(# (my_package/\w+\.py)\n.*?)```", re.S)
 
 
@@ -26,6 +32,30 @@ def write_package(folder: Path) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def write_derived(folder: Path, name: str = WORLD, own: str = "action_size=3,") -> Path:
+    """The package, a toy set with a column of files for each further input, configs of runs."""
+    write_package(folder)
+    manifest = write_toy_set(folder / "clips", 6)
+    shapes = {"actions": (9, 3)} if name == WORLD else {"map": (2, 5, 7, 6), "boxes": (32, 4)}
+    header, *lines = manifest.read_text().splitlines()
+    for clip, line in enumerate(lines):
+        for column, shape in shapes.items():
+            drawn = np.random.default_rng(clip).normal(size=shape)
+            np.save(folder / "clips" / f"{column}-{clip}.npy", drawn)
+            line += f",{column}-{clip}.npy"
+        lines[clip] = line
+    manifest.write_text("\n".join([",".join([header, *shapes]), *lines]) + "\n")
+
+    (folder / "start.py").write_text(START.format(folder=str(folder)))
+    for file, text in {
+        "train.py": TRAIN.format(manifest=str(manifest)),
+        "sample.py": SAMPLE,
+    }.items():
+        text = text.replace('type="STDiT3",', f'type="{name}", {own}')
+        (folder / file).write_text(text)
+    return manifest
 
 
 def with_package(folder: Path, function: Callable[..., Any], *args: Any) -> Any:

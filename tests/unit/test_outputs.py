@@ -158,6 +158,34 @@ def test_skip_existing_continues_where_a_run_stopped(
     )
 
 
+def test_a_changed_reference_makes_another_request(
+    asked: InferenceConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="opensora_sp")
+    reference = tmp_path / "first.png"
+    Image.new("RGB", (24, 28), "red").save(reference)
+    prompt = PromptOptions(prompt="a", num_frames=1, reference_path=str(reference))
+    changes = {"prompts": [prompt], "num_samples": 1, "skip_existing": True}
+    cfg = asked.model_copy(update={**changes, "outputs": str(tmp_path / "out")})
+    (video,) = sample(cfg)
+    digest = hashlib.sha256(reference.read_bytes()).hexdigest()
+    assert facts(cfg, "000-a")["input_sha256"] == {str(reference): digest}
+
+    # The same bytes at another time, and a record of a former version, are no difference.
+    os.utime(reference, (0, 0))
+    assert sample(cfg) == []
+    record = video.with_suffix(".json")
+    others = {key: one for key, one in facts(cfg, "000-a").items() if key != "input_sha256"}
+    written = record.read_text()
+    record.write_text(json.dumps(others))
+    assert sample(cfg) == []
+    record.write_text(written)
+
+    Image.new("RGB", (24, 28), "blue").save(reference)
+    assert sample(cfg) == [video]
+    assert "000-a.png is of another request (input_sha256" in caplog.text
+
+
 def test_nothing_half_written_is_left_under_a_name(
     asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
