@@ -75,7 +75,7 @@ def _verify_on(
 
     model = small_model(cfg, depth, shape)
     parallelize(model, SequenceMesh(ranks), config_options(cfg), verify=False)
-    verdict = verify_step(model, (), small_batch(model, shape))
+    verdict = verify_step(model, (), small_batch(model, shape, cfg.num_frames))
 
     if rank == 0:
         results.put(verdict)
@@ -146,8 +146,12 @@ def fill_zero_parameters(model: nn.Module, *, std: float) -> None:
             parameter.normal_(std=std)
 
 
-def small_batch(model: Any, shape: LatentShape) -> dict[str, Any]:
-    """Inputs drawn for ``forward``."""
+def small_batch(model: Any, shape: LatentShape, num_frames: int | None = None) -> dict[str, Any]:
+    """Inputs drawn for ``forward``.
+
+    Args:
+        num_frames: of the video, for models with an input of each; by default those of the latents.
+    """
     num_samples, frames, height, width = shape
     config, double = model.config, torch.float64
     generator = torch.Generator().manual_seed(0)
@@ -170,6 +174,7 @@ def small_batch(model: Any, shape: LatentShape) -> dict[str, Any]:
     )
     for name in model.sample_inputs:
         inputs[name] = torch.full((num_samples,), sides[name], dtype=double)
-    shapes = extra_shapes(model.extra_inputs, config, frames, (frames, height, width))
+    size = frames, height, width
+    shapes = extra_shapes(model.extra_inputs, config, num_frames or frames, size)
     inputs |= {name: normal(num_samples, *one) for name, one in shapes.items()}
     return inputs

@@ -248,7 +248,6 @@ class TrainConfig(Common):
         yield self._blocks_to_recompute
         yield self._lora_has_a_base
         yield self._condition_fits
-        yield self._extra_inputs_fit
 
     def _blocks_to_recompute(self) -> None:
         if self.grad_checkpoint != "auto":
@@ -341,15 +340,6 @@ class TrainConfig(Common):
                 f"{self.scheduler['type']!r} and mask_ratios {self.mask_ratios}; expected a model "
                 "with use_cond=True, 'rflow' and no mask_ratios; correct these, or remove "
                 "mask_types"
-            )
-
-    def _extra_inputs_fit(self) -> None:
-        inputs = list(self.model_spec.model_class.extra_inputs)
-        if inputs and self.dataset.type == "CachedFeatures":
-            raise ValueError(
-                f"got dataset.type 'CachedFeatures' for the model {self.model_spec.name!r}, which "
-                f"takes {inputs}; expected clips of a manifest with columns for these, which a "
-                "feature cache does not keep; set dataset.type='VideoText' and dataset.manifest"
             )
 
     def _training_precision(self) -> None:

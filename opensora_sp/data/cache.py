@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +19,12 @@ from torch.utils.data import Dataset
 from .cache_files import (
     INDEX,
     MANIFEST,
+    DamagedRecordError,
     Key,
     Shard,
     damaged_index,
     damaged_record,
+    extra_name,
     latents_name,
     parse_shape,
     read_index,
@@ -29,6 +32,7 @@ from .cache_files import (
     text_name,
 )
 from .dataset import ClipShape, CorruptSample, Sample
+from .extra_files import ExtraFiles
 from .manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -38,12 +42,14 @@ logger = logging.getLogger(__name__)
 class CachedClip:
     """Latents ``[c, f, h, w]`` of one clip, or some of its latent frames.
 
-    With the first latent frame comes the caption's features ``[tokens, W]``.
+    With the first latent frame come the caption's features ``[tokens, W]``, and further inputs of
+    the model by name.
     """
 
     latents: Tensor
     text: Tensor | None
     fps: float
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class LatentColumns(NamedTuple):
@@ -61,18 +67,15 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
     Args:
         path: the folder.
-
-    ``extra`` is None: a cache does not keep further inputs of a model.
+        extra: further inputs of the model, which the cache was made with.
 
     Raises:
         ValueError: if the cache is not finished.
         KeyError: for a clip or a shape that was not requested when the cache was made.
     """
 
-    extra: None = None
-
-    def __init__(self, path: str) -> None:
-        self.folder = Path(path)
+    def __init__(self, path: str, extra: ExtraFiles | None = None) -> None:
+        self.folder, self.extra = Path(path), extra
         self.index = read_index(self.folder)
         self.rows = Manifest(self.folder / MANIFEST)
         try:
@@ -176,13 +179,28 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         name = latents_name((sample.clip, sample.shape))
         latents = self._read(columns.shards[row], name, slice(first, stop))
         if latents.shape[1:] != (len(range(size[0])[first:stop]), *size[1:]):
-            path = self.folder / self.index["shards"][columns.shards[row]]
-            raise damaged_record(path, name, f"its shape is {tuple(latents.shape)}")
+            raise self._of_another_shape(columns.shards[row], name, latents)
 
-        text = None
+        text, extra = None, dict[str, Tensor]()
         if first == 0:
             text = self._read(self._text_shards[sample.clip], text_name(sample.clip))
-        return CachedClip(latents, text, float(columns.fps[row]))
+            extra = self._read_extra(columns.shards[row], (sample.clip, sample.shape))
+        return CachedClip(latents, text, float(columns.fps[row]), extra)
+
+    def _read_extra(self, number: int, key: Key) -> dict[str, Tensor]:
+        """The further inputs of a clip, float32, by name."""
+        found = {}
+        shapes = {} if self.extra is None else self.extra.shapes_of(key[1])
+        for name, shape in shapes.items():
+            record = extra_name(key, name)
+            found[name] = self._read(number, record).float()
+            if found[name].shape != shape:
+                raise self._of_another_shape(number, record, found[name])
+        return found
+
+    def _of_another_shape(self, number: int, name: str, record: Tensor) -> DamagedRecordError:
+        path = self.folder / self.index["shards"][number]
+        return damaged_record(path, name, f"its shape is {tuple(record.shape)}")
 
     def _read(self, number: int, name: str, frames: slice | None = None) -> Tensor:
         shard = self.index["shards"][number]

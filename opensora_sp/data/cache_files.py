@@ -4,8 +4,9 @@
       index.json                the fingerprint, the shard of each clip, and the corrupt clips
       clips.jsonl               the manifest that the features were made of
       shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w],
-      "text/<clip>" [tokens, W], and for each record "crc32/<record>": a checksum of each latent
-      frame, or of the caption
+      "text/<clip>" [tokens, W], "extra/<clip>/<frames>x<height>x<width>/<name>" for further inputs
+      of a derived model, and for each record "crc32/<record>": a checksum of each latent frame, or
+      of the whole record
 
 Clips are numbered by their line in the manifest. The header of a shard holds as JSON what its
 features were made of, the frame rates of its clips (``fps``) and the clips that could not be read
@@ -22,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,16 @@ class Shard:
 
 @dataclass
 class ShardContent:
-    """What one shard file holds: latents by clip and shape, captions' features by clip."""
+    """What one shard file holds: latents by clip and shape, captions' features by clip.
+
+    ``extra`` are further inputs of a model, by name.
+    """
 
     made_of: dict[str, Any]
     latents: dict[Key, Tensor] = field(default_factory=dict)
     fps: dict[Key, float] = field(default_factory=dict)
     texts: dict[int, Tensor] = field(default_factory=dict)
+    extra: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
     corrupt: dict[Key, tuple[str, str]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -108,6 +113,9 @@ class ShardContent:
             records[latents_name(key)] = in_fewest_bits(z)
         for clip, features in self.texts.items():
             records[text_name(clip)] = in_fewest_bits(features)
+        for key, inputs in self.extra.items():
+            for name, x in inputs.items():
+                records[extra_name(key, name)] = in_fewest_bits(x)
 
         sums = {}
         for name, record in records.items():
@@ -131,6 +139,11 @@ def text_name(clip: int) -> str:
     return f"text/{clip}"
 
 
+def extra_name(key: Key, name: str) -> str:
+    """The record of a further input of a clip."""
+    return f"extra/{key[0]}/{shape_name(key[1])}/{name}"
+
+
 def in_fewest_bits(x: Tensor) -> Tensor:
     """The same numbers on the CPU, in 16 bits where that loses nothing, as with bf16 encoders."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -140,7 +153,7 @@ def in_fewest_bits(x: Tensor) -> Tensor:
 
 
 def checksums(name: str, record: Tensor, first: int = 0) -> list[int]:
-    """CRC-32 of each frame of latents, or of a caption's features as a whole.
+    """CRC-32 of each frame of latents, or of another record as a whole.
 
     They cover name, dtype and shape too, so that no record is taken for another.
 

@@ -41,7 +41,7 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
     """The config's clips, of one shape unless it has buckets; or a feature cache of them."""
     if cfg.dataset.type == "CachedFeatures":
         assert cfg.dataset.path is not None
-        return CachedFeatures(cfg.dataset.path)
+        return CachedFeatures(cfg.dataset.path, cfg.extra_files)
 
     assert cfg.dataset.manifest is not None
     bucketed = cfg.bucket_config is not None

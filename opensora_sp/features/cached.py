@@ -20,6 +20,7 @@ from opensora_sp.data import BatchPlan, CachedClip, CachedFeatures, ClipShape, M
 from opensora_sp.data.cache_files import Key, shape_name
 from opensora_sp.encoders import Piece
 from opensora_sp.encoders.loading import weights_digest
+from opensora_sp.models.extra_inputs import resolved_axes
 from opensora_sp.transfer import to_device
 
 from .sharded import MAX_SUBSTITUTES
@@ -62,8 +63,9 @@ class CachedSource:
 def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
     """The fingerprint of a feature cache: all that its features depend on, by config key.
 
-    That is the encoders with digests of their weights, how clips are cut, and the manifest. The
-    digest is None where an encoder's weights are not on this machine.
+    That is the encoders with digests of their weights, how clips are cut, the manifest, and what a
+    derived model takes of it. The digest is None where an encoder's weights are not on this
+    machine.
     """
     parts: dict[str, Any] = {}
     for key in ("vae", "text_encoder"):
@@ -76,15 +78,18 @@ def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
 
     parts |= {f"dataset.{name}": getattr(cfg.dataset, name) for name in CUT_BY}
     parts["dataset.manifest"] = manifest_digest(rows)
+    if cfg.extra_files is not None:
+        spec = cfg.model_spec
+        parts["model.extra_inputs"] = resolved_axes(spec.model_class.extra_inputs, spec.config)
     # Tuples become lists, as they are read back from the index.
     fingerprint: dict[str, Any] = json.loads(json.dumps(parts, default=str))
     return fingerprint
 
 
 def manifest_digest(rows: Manifest) -> str:
-    """SHA-256 of paths, captions and sizes, in their order."""
+    """SHA-256 of paths, captions and sizes, in their order, and of paths of further inputs."""
     digest = hashlib.sha256()
-    for column in (rows.paths, rows.texts):
+    for column in (rows.paths, rows.texts, *rows.files.values()):
         for line in column:
             digest.update(f"{line}\0".encode())
     for name in ("num_frames", "height", "width"):
@@ -129,7 +134,8 @@ def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
     wanted = made_of(cfg, dataset.rows)
     wanted["dataset.manifest"] = found["dataset.manifest"]
     if cfg.dataset.manifest is not None:
-        wanted["dataset.manifest"] = manifest_digest(Manifest(cfg.dataset.manifest))
+        files = () if cfg.extra_files is None else cfg.extra_files.names
+        wanted["dataset.manifest"] = manifest_digest(Manifest(cfg.dataset.manifest, files))
     check_made_of(found, wanted, str(dataset.folder))
 
 

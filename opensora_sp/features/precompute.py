@@ -115,12 +115,6 @@ def check_reproducible(cfg: TrainConfig) -> None:
             "got dataset.type 'CachedFeatures' to make a feature cache of; expected 'VideoText' or "
             "'VariableVideoText'; pass the config that reads the files"
         )
-    if cfg.extra_files is not None:
-        raise ValueError(
-            f"got the model {cfg.model_spec.name!r}, which takes {list(cfg.extra_files.names)} of "
-            "a clip, to make a feature cache for; expected a model of video and caption, since "
-            "a cache keeps nothing else; train from the manifest"
-        )
 
 
 class CacheWriter:
@@ -255,6 +249,7 @@ class CacheWriter:
             encoded = self.encoders.latents(list(read.values()))
             content.latents |= zip(read, (z.cpu() for z in encoded), strict=True)
             content.fps |= {key: clip.fps for key, clip in read.items()}
+            content.extra |= {key: clip.extra for key, clip in read.items()}
 
             new = {clip: item for (clip, _), item in read.items() if clip not in with_caption}
             content.texts |= zip(new, self.encoders.text_features(list(new.values())), strict=True)

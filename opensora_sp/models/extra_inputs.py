@@ -53,6 +53,14 @@ def extra_shapes(
     }
 
 
+def resolved_axes(inputs: Mapping[str, str], config: Any) -> dict[str, str]:
+    """A model's ``extra_inputs``, with numbers in place of its settings."""
+    found = {}
+    for name, axes in inputs.items():
+        found[name] = " ".join(str(getattr(config, axis, axis)) for axis in axes.split())
+    return found
+
+
 def cut_as_frames(inputs: Mapping[str, str]) -> frozenset[str]:
     """The names of those whose first axis counts frames of the video."""
     return frozenset(name for name, axes in inputs.items() if axes.split()[:1] == [FRAMES])

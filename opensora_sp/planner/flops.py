@@ -2,6 +2,7 @@
 
 Counted are those that depend on the size of a clip or its text; embedding the timestep and sizes of
 a sample, norms and everything elementwise are left out (together under a thousandth in STDiT3-XL).
+So are, in derived models, embedders of further inputs and what tokens attend to beside the text.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .sharing import attention_work
 # Parts of a model whose layers see all tokens of a clip; of a block's, one sees the text instead.
 TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_layer")
 TEXT_ONLY = "kv_linear"
+TEXT_ATTENTION = "cross_attn"  # the attention of a block to the text
 STEP = 3  # forward, and twice as much backward: gradients of inputs and of weights
 FROZEN_STEP = 2  # without those of weights
 
@@ -46,19 +48,20 @@ class ModelFlops:
         # Of trained and of frozen layers.
         tokens, text, pairs = [0.0, 0.0], [0.0, 0.0], 0.0
         for name, module in model.named_modules():
-            part = name.partition(".")[0]
+            parts = name.split(".")
+            part, sees_text = parts[0], TEXT_ATTENTION in parts
             if isinstance(module, PatchEmbed3D) and part in TOKENS:
                 weight = module.proj.weight
                 tokens[not weight.requires_grad] += 2.0 * math.prod(weight.shape)
-            elif isinstance(module, CrossAttention):
+            elif isinstance(module, CrossAttention) and sees_text:
                 pairs += 4.0 * module.q_linear.out_features
             elif isinstance(module, nn.Linear):
                 is_frozen = not module.weight.requires_grad
                 products = 2.0 * module.in_features * module.out_features
                 # An adapted layer has its own and its adapter's below it.
-                if part == "y_embedder" or TEXT_ONLY in name.split("."):
+                if part == "y_embedder" or (TEXT_ONLY in parts and sees_text):
                     text[is_frozen] += products
-                elif part in TOKENS:
+                elif part in TOKENS and TEXT_ONLY not in parts:
                     tokens[is_frozen] += products
         return cls(model.config, sum(tokens), sum(text), pairs, tokens[1], text[1])
 

@@ -79,6 +79,7 @@ class RunEstimator:
         ranks: that share a batch with one degree; all, where each batch may have its own.
         reserved: bytes of ``memory_gb`` that a step may not take.
         traced: activations by latents, ranks and level.
+        video_frames: most frames of the videos of each latent size that was asked for.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class RunEstimator:
     ) -> None:
         self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
         self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
+        self.video_frames: dict[tuple[int, ...], int] = {}
         self.gpu = None if gpu is None else GPUS[gpu]
         # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
@@ -147,6 +149,7 @@ class RunEstimator:
         In sampling B counts all predictions of a step.
         """
         size = planned_latent_size(self.cfg.vae, bucket.num_frames, *bucket.image_size)
+        self.video_frames[size] = max(bucket.num_frames, self.video_frames.get(size, 0))
         return bucket.batch_size * self.predictions, self.config.in_channels, *size
 
     def shape(self, bucket: BatchSpec) -> BatchShape:
@@ -338,6 +341,7 @@ class RunEstimator:
             micro_batches=self.micro_batches,
             accumulates_locally=self.zero.accumulates_locally,
             lora=self.lora,
+            num_frames=self.video_frames.get(latents[2:]),
         )
 
     def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
@@ -361,4 +365,5 @@ class RunEstimator:
             # Under "auto" as in eager mode, which takes more and is traced in less time.
             compiled=self.compiles and self.cfg.compile == "blocks" and self.device == "cuda",
             lora=self.lora,
+            num_frames=self.video_frames.get(latents[2:]),
         )

@@ -75,6 +75,7 @@ def predict_step(
     micro_batches: int = 1,
     accumulates_locally: bool = False,
     lora: Lora | None = None,
+    num_frames: int | None = None,
 ) -> StepTime:
     """Predict an optimizer step of the busiest rank, in eager mode.
 
@@ -87,6 +88,7 @@ def predict_step(
         levels: what the blocks keep under gradient checkpointing; one for all, or each block's.
         accumulates_locally: gradients are reduced once, in fp32, not in each micro-batch.
         lora: adapters that are trained alone.
+        num_frames: of the video, for models with an input of each; by default those of the latents.
 
     Raises:
         ValueError: if ``dtype`` is not of 16 bits, for which the rates of GPUs are.
@@ -100,7 +102,7 @@ def predict_step(
     shape = BatchShape.of(config, latents[0], latents[2:])  # type: ignore[arg-type]
     passes: dict[str, Work] = {}
     for level, count in Counter(levels).items():
-        alike = _passes(name, config, latents, gpu, options, ranks, dtype, level, lora)
+        alike = _passes(name, config, latents, gpu, options, ranks, dtype, level, lora, num_frames)
         for kind, one in alike.items():
             passes[kind] = passes.get(kind, Work()).plus(one, count / len(levels))
     recomputes = min(levels) < EVERYTHING
@@ -137,6 +139,7 @@ def _passes(
     dtype: torch.dtype,
     level: int,
     lora: Lora | None,
+    num_frames: int | None,
 ) -> dict[str, Work]:
     """Forward and backward of one micro-batch: each further pair adds as much as the second."""
     counted = []
@@ -149,7 +152,9 @@ def _passes(
 
         counter = OperatorCounter(gpu)
         with meta_device_module(), counter.watching(model), counter:
-            for _ in run_step(model, latents, ranks=ranks, training=True, device="meta"):
+            for _ in run_step(
+                model, latents, ranks=ranks, training=True, device="meta", num_frames=num_frames
+            ):
                 pass
         counted.append(counter.work)
 

@@ -59,6 +59,7 @@ def trace_activations(
     device: str = "cuda",
     compiled: bool = False,
     lora: Lora | None = None,
+    num_frames: int | None = None,
 ) -> Activations:
     """Trace the busiest of ``ranks`` at a small depth.
 
@@ -69,6 +70,7 @@ def trace_activations(
         device: "cuda" counts what torch's allocator would allocate, "cpu" the bytes of tensors.
         compiled: the parts between two switches are compiled by inductor.
         lora: adapters that are trained alone.
+        num_frames: of the video, see ``step_inputs``.
     """
     model = small_meta_model(name, config, DEPTH, dtype, lora)
     model.set_grad_checkpoint([level] * len(model.transformer_blocks))
@@ -81,9 +83,9 @@ def trace_activations(
     with meta_device_module(), live:
         if compiled:
             compile_blocks(model, backend=fused_memory.backend)
-            _passed(model, latents, ranks, training, live)
+            _passed(model, latents, ranks, training, live, num_frames)
             at_segments.clear()
-        peak, inputs = _passed(model, latents, ranks, training, live)
+        peak, inputs = _passed(model, latents, ranks, training, live, num_frames)
 
     # Between the temporal parts of two pairs: all that a forward pass makes once exists before the
     # first.
@@ -100,12 +102,19 @@ def trace_activations(
 
 
 def _passed(
-    model: Any, latents: tuple[int, ...], ranks: int, training: bool, live: LivePeak
+    model: Any,
+    latents: tuple[int, ...],
+    ranks: int,
+    training: bool,
+    live: LivePeak,
+    num_frames: int | None,
 ) -> tuple[int, int]:
     """Bytes at the peak of a pass, and of its inputs."""
     before, inputs = live.live, 0
     live.reset_peak()
-    for stop in run_step(model, latents, ranks=ranks, training=training, device="meta"):
+    for stop in run_step(
+        model, latents, ranks=ranks, training=training, device="meta", num_frames=num_frames
+    ):
         inputs = live.live - before if stop == "inputs" else inputs
     return live.peak - before, inputs
 
@@ -133,7 +142,13 @@ def small_meta_model(
 
 
 def run_step(
-    model: Any, latents: tuple[int, ...], *, ranks: int, training: bool, device: str
+    model: Any,
+    latents: tuple[int, ...],
+    *,
+    ranks: int,
+    training: bool,
+    device: str,
+    num_frames: int | None = None,
 ) -> Iterator[str]:
     """One pass of a model as the runs make it, gradients of parameters dropped as they come.
 
@@ -144,7 +159,7 @@ def run_step(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
-    inputs = step_inputs(model, latents, device)
+    inputs = step_inputs(model, latents, device, num_frames=num_frames)
     target = torch.zeros(latents, device=device) if training else None
     yield "inputs"
 
@@ -160,8 +175,14 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def step_inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, Any]:
-    """The inputs of a run. All captions are the null caption, which is as long as a text can be."""
+def step_inputs(
+    model: Any, latents: tuple[int, ...], device: str, *, num_frames: int | None = None
+) -> dict[str, Any]:
+    """The inputs of a run. All captions are the null caption, which is as long as a text can be.
+
+    Args:
+        num_frames: of the video, for models with an input of each; by default those of the latents.
+    """
     config: Any = model.config
     size = latents[0]
     with torch.device(device):
@@ -173,9 +194,10 @@ def step_inputs(model: Any, latents: tuple[int, ...], device: str) -> dict[str, 
         if getattr(config, "drop_path", 0.0):
             inputs["drop_path"] = torch.zeros(2 * config.depth, size, dtype=torch.bool)
         inputs |= {name: torch.zeros(size) for name in model.sample_inputs}
-        # A video has as many frames as its latents here, or more.
         frames, height, width = latents[2:]
-        shapes = extra_shapes(model.extra_inputs, config, frames, (frames, height, width))
+        shapes = extra_shapes(
+            model.extra_inputs, config, num_frames or frames, (frames, height, width)
+        )
         inputs |= {name: torch.zeros(size, *shape) for name, shape in shapes.items()}
 
     inputs["drop_caption"] = torch.ones(size, dtype=torch.bool)

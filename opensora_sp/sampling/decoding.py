@@ -11,7 +11,7 @@ Legend: B videos, c latent channels, f x h x w latent size, P ranks of the SP gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -63,7 +63,7 @@ def decode(
     count, _, latent_frames = parts[0].shape[:3]
     pieces = decoded_pieces(vae, num_frames, latent_frames)
     # A single loop overlaps with none, whatever lengths its autoencoder takes.
-    skipped = frames_of(vae, overlap, num_frames, size) if len(parts) > 1 else 0
+    skipped = frames_of(vae.latent_size, overlap, num_frames, size) if len(parts) > 1 else 0
     units = _units(len(parts), pieces, skipped)
     for turn in turns(units, count, mesh.sp_size):
         frames = None
@@ -87,10 +87,15 @@ def writer_of(video: int, mesh: SequenceMesh) -> int:
     return video % mesh.sp_size
 
 
-def frames_of(vae: Any, latent_frames: int, num_frames: int, size: tuple[int, int]) -> int:
+def frames_of(
+    latent_size: Callable[..., tuple[int, int, int]],
+    latent_frames: int,
+    num_frames: int,
+    size: tuple[int, int],
+) -> int:
     """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
     counts = range(1, num_frames + 1)
-    return max((n for n in counts if vae.latent_size(n, *size)[0] <= latent_frames), default=0)
+    return max((n for n in counts if latent_size(n, *size)[0] <= latent_frames), default=0)
 
 
 def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[Unit]]:

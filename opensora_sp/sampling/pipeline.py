@@ -24,8 +24,9 @@ from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.parallel import SequenceMesh
 
 from .conditioning import Insertion, Prompt, frames_of_kind, insert_references, prompt_of_loop
-from .decoding import Frames, decode, frames_of
-from .requests import Request, extra_inputs
+from .decoding import Frames, decode
+from .extra_inputs import extra_inputs, first_frames
+from .requests import Request
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Pipeline:
             torch.tensor([request.fps for request in batch], device=self.device),
             latent_frames=z.shape[2],
         )
-        numbers |= self._extra_inputs(batch)
+        numbers |= self._extra_inputs(batch, loop)
         copies = self._copies(conditioning_frames)
         text = text or self.encode(batch, loop, copies=copies)
         predict = self._prediction(text, numbers, copies, conditioning_frames)
@@ -134,9 +135,12 @@ class Pipeline:
             )
         return latents
 
-    def _extra_inputs(self, batch: Sequence[Request]) -> dict[str, Tensor]:
+    def _extra_inputs(self, batch: Sequence[Request], loop: int) -> dict[str, Tensor]:
         """The model's further inputs ``[B, ...]``; predictions without the prompt have them too."""
-        of_requests = [extra_inputs(self.cfg, request) for request in batch]
+        if not self.cfg.model_spec.model_class.extra_inputs:
+            return {}
+        start = first_frames(self.cfg, batch[0], self.vae.latent_size)[loop]
+        of_requests = [extra_inputs(self.cfg, request, start) for request in batch]
         return {
             name: torch.stack([one[name] for one in of_requests]).to(self.device)
             for name in of_requests[0]
@@ -316,10 +320,7 @@ class Pipeline:
 
     def num_frames(self, request: Request) -> int:
         """Frames of the whole video, all its loops."""
-        shared = frames_of(
-            self.vae, self.cfg.condition_frame_length, request.num_frames, request.size
-        )
-        return request.num_frames + (self.cfg.loop - 1) * (request.num_frames - shared)
+        return request.num_frames + first_frames(self.cfg, request, self.vae.latent_size)[-1]
 
     def frames(
         self, batch: Sequence[Request], parts: Sequence[Tensor], mesh: SequenceMesh

@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from opensora_sp.encoders import (
 from opensora_sp.randomness import normal
 
 from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
+from .extra_inputs import extra_inputs, first_frames
 from .lettering import JOINERS
 
 logger = logging.getLogger(__name__)
@@ -294,7 +296,8 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 
     for request in requests:
         frames = latent_frames(cfg, request)
-        extra_inputs(cfg, request)
+        for start in first_frames(cfg, request, partial(planned_latent_size, cfg.vae)):
+            extra_inputs(cfg, request, start)
         prompt_of_loop(request.prompt.text, cfg.loop - 1)  # raises for malformed prompts
         if cfg.loop > 1 and cfg.condition_frame_length >= frames:
             raise ValueError(
@@ -340,30 +343,6 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
             f"input_size {wanted}; change the size, or take a checkpoint of that size"
         )
     return latent_size[0]
-
-
-def extra_inputs(cfg: InferenceConfig, request: Request) -> dict[str, Tensor]:
-    """The further inputs of the model for a video, float32, by name; read from the prompt's files.
-
-    Raises:
-        ValueError: if some are missing, too many, or cannot be read.
-    """
-    files = cfg.extra_files
-    names = [] if files is None else list(files.names)
-    if request.inputs.keys() != set(names) or (names and cfg.loop > 1):
-        raise ValueError(
-            f"got inputs {list(request.inputs)} and loop {cfg.loop} for {request.prompt.text!r}; "
-            f"expected files of {names}, which the model {cfg.model_spec.name!r} takes beside the "
-            "prompt, and loop=1 with such; set inputs of the prompt, for example "
-            "inputs=dict(actions='actions.npy')"
-        )
-    try:
-        return {} if files is None else files.read(request.inputs, request.shape)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"got inputs of {request.prompt.text!r} that cannot be read ({error}); expected a "
-            ".npy file of numbers for each, in the shape of the model's extra_inputs; correct it"
-        ) from None
 
 
 def _check_condition(kind: str, prompt: Prompt) -> None:

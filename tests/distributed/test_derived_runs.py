@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from derived_models import STREET, WORLD, with_package, write_derived
-from runs import ROOT, TRAIN, losses, run_forked
+from runs import BIN, ROOT, TRAIN, losses, run_forked
 
+from opensora_sp.cli import main
 from opensora_sp.config import load_either, load_inference_config, load_train_config
-from opensora_sp.data import ClipShape, CorruptSample, Sample
+from opensora_sp.data import CachedFeatures, ClipShape, CorruptSample, Sample
 from opensora_sp.data.video import read_video
+from opensora_sp.encoders import PatchPoolVAE
 from opensora_sp.features.build import make_dataset
-from opensora_sp.features.precompute import check_reproducible
+from opensora_sp.features.cached import check_cache
+from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.planner.run_estimator import BatchSpec, RunEstimator
+from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import check_requests, requests_of
+from opensora_sp.verification import small_batch, small_model, small_shape
 
 STREET_OPTIONS = "map_channels=2, box_size=4,"
 
@@ -52,6 +63,11 @@ def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) ->
     assert len(alone) == len(shared) == 3
     np.testing.assert_allclose(shared, alone, rtol=5e-4)
 
+    cache = tmp_path / "cache"
+    run(tmp_path, "precompute.py", tmp_path / "train.py", "-o", cache, ranks=2)
+    of_cache = f"dataset=dict(_delete_=True, type='CachedFeatures', path={str(cache)!r})"
+    np.testing.assert_allclose(train("cached", 3, 2, of_cache), alone, rtol=5e-4)
+
     first = sorted((tmp_path / "clips").glob("*-0.npy"))
     inputs = {path.name.removesuffix("-0.npy"): str(path) for path in first}
     prompts = f"prompts=[dict(prompt='a', seed=1, inputs={inputs})]"
@@ -65,6 +81,28 @@ def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) ->
         facts = json.loads(next(outputs.glob("*a.json")).read_text())
         assert facts["inputs"] == inputs
     assert (videos[0].float() - videos[1].float()).abs().mean() < 1
+
+    # The recorded config is data, which may not name what is imported.
+    command = ["eval", tmp_path / "two", "--manifest", manifest, "--bins", "2", "--seeds", "1"]
+    refused = run_forked(tmp_path / "start.py", BIN / "opensora-sp", *command)
+    assert "pass the run's own config with --config CONFIG" in refused.stderr
+    command += ["--config", tmp_path / "train.py", "--output", tmp_path / "eval.json"]
+    evaluated = run_forked(tmp_path / "start.py", BIN / "opensora-sp", *command, ranks=2)
+    assert evaluated.returncode == 0, evaluated.stderr
+    (bucket,) = json.loads((tmp_path / "eval.json").read_text())["buckets"]
+    lines = (tmp_path / "two" / "validation.jsonl").read_text().splitlines()
+    found = [one["mean"] for one in bucket["bins"]]
+    assert json.loads(lines[-1])["step"] == 3
+    np.testing.assert_allclose(found, json.loads(lines[-1])["loss_by_bin"], rtol=1e-4)
+
+    verdict = subprocess.run(
+        [BIN / "opensora-sp", "verify", tmp_path / "train.py", "--depth", "1"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert verdict.returncode == 0 and "equal (allowed" in verdict.stdout, verdict.stderr
 
     for path in first:
         np.save(path, np.load(path) + 2)
@@ -132,31 +170,141 @@ def refused(folder: Path) -> None:
             make_dataset(cfg)
         manifest.write_text(text)
 
-    with pytest.raises(ValueError, match="CachedFeatures' for the model .* takes \\['actions'\\]"):
-        options = ["dataset=dict(_delete_=True, type='CachedFeatures', path='x')"]
-        load_train_config(folder / "train.py", options)
-    with pytest.raises(ValueError, match="to make a feature cache for"):
-        check_reproducible(cfg)
-
     def requests(*options: str) -> None:
         sampling = load_inference_config(folder / "sample.py", list(options))
         check_requests(sampling, requests_of(sampling))
 
-    requests(f"prompts=[dict(prompt='a', inputs='actions={folder}/clips/actions-4.npy')]")
+    whole = np.load(folder / "clips/actions-4.npy").astype(np.float32)
+    long = [f"prompts=[dict(prompt='a', inputs='actions={folder}/clips/actions-4.npy')]"]
+    long.append("condition_frame_length=2")
+    requests(*long)
     for options, message in [
-        (["prompts=['a']"], r"got inputs \[\] and loop 1 for 'a'; expected files of \['actions'\]"),
+        (["prompts=['a']"], r"got inputs \[\] for 'a'; expected files of \['actions'\]"),
         ([f"prompts=[dict(prompt='a', inputs=dict(actions='{path}'))]"], "cannot be read"),
-        (
-            [f"prompts=[dict(prompt='a', inputs=dict(actions='{path}'))]", "loop=2"],
-            "loop=1 with such",
-        ),
+        ([*long, "loop=3"], r"for the frames from 6 on \(.* the clip has \[3, 3\], and actions"),
     ]:
         with pytest.raises(ValueError, match=message):
             requests(*options)
 
+    # The second loop repeats two frames of the first.
+    requests(*long, "loop=2")
+    sampling = load_inference_config(folder / "sample.py", [*long, "loop=2"])
+    fake = SimpleNamespace(cfg=sampling, vae=PatchPoolVAE((1, 4, 4)), device="cpu")
+    for loop, start in enumerate((0, 3)):
+        found = Pipeline._extra_inputs(fake, requests_of(sampling), loop)["actions"]
+        assert torch.equal(found[0], torch.from_numpy(whole[start : start + 5]))
+
+
+def refused_in_loops(folder: Path) -> None:
+    """A map of latent frames belongs to one loop."""
+    write_derived(folder, STREET, STREET_OPTIONS)
+    inputs = {name: str(folder / f"clips/{name}-0.npy") for name in ("map", "boxes")}
+    options = [f"prompts=[dict(prompt='a', inputs={inputs})]", "condition_frame_length=2"]
+    for loop in (1, 2):
+        cfg = load_inference_config(folder / "sample.py", [*options, f"loop={loop}"])
+        if loop == 1:
+            check_requests(cfg, requests_of(cfg))
+        else:
+            with pytest.raises(
+                ValueError, match="got loop 2 with the input map of axes .*set loop"
+            ):
+                check_requests(cfg, requests_of(cfg))
+
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with_package(tmp_path, refused, tmp_path)
+    with_package(tmp_path, refused_in_loops, tmp_path / "street")
+
+
+def cached(folder: Path) -> None:
+    """A cache has the inputs of the first frame's reader, and belongs to their names and sizes."""
+    cfg = load_train_config(folder / "train.py")
+    files, cache = make_dataset(cfg), CachedFeatures(str(folder / "cache"), cfg.extra_files)
+    check_cache(cfg, cache)
+    shape = ClipShape(5, 28, 24)
+    for clip in cache.known(shape).tolist():
+        kept, read = cache[Sample(clip, 0, shape)], files[Sample(clip, 0, shape)]
+        assert kept.extra.keys() == {"actions"}
+        assert torch.equal(kept.extra["actions"], read.extra["actions"])
+        assert not cache[Sample(clip, 0, shape, frames=(1, 3))].extra
+    assert len(cache.known(shape)) == 6
+
+    for change, message in (
+        ({"model": cfg.model | {"action_size": 4}}, "'frames 4'.*there .*'frames 3'"),
+        ({"dataset": cfg.dataset.model_copy(update={"manifest": str(changed(folder))})},
+         "got dataset.manifest"),
+        ({"model": {"type": "STDiT3"}}, "model.extra_inputs None .there .*'actions'"),
+    ):  # fmt: skip
+        other = cfg.model_copy(update=change)
+        with pytest.raises(ValueError, match=message):
+            check_cache(other, cache)
+
+
+def changed(folder: Path) -> Path:
+    """The manifest with the actions of another clip."""
+    text = (folder / "clips" / "clips.csv").read_text()
+    path = folder / "clips" / "other.csv"
+    path.write_text(text.replace("actions-1.npy", "actions-2.npy"))
+    return path
+
+
+def test_a_feature_cache_keeps_further_inputs(tmp_path: Path) -> None:
+    write_derived(tmp_path)
+    arguments = [tmp_path / "train.py", "-o", tmp_path / "cache"]
+    run(tmp_path, "precompute.py", *arguments, ranks=2)
+    with_package(tmp_path, cached, tmp_path)
+
+
+def planned(folder: Path) -> None:
+    """The planner and verify pass as many actions as the video has frames."""
+    write_derived(folder)
+    # Five frames have three of latents.
+    options = ["vae.pool=[2,4,4]", "precision='bf16'", "grad_checkpoint=0"]
+    cfg = load_train_config(folder / "train.py", options)
+    cls, seen = cfg.model_spec.model_class, []
+    embed = cls.embed_frames
+
+    def noted(self: Any, extra: Any, num_frames: int) -> torch.Tensor:
+        seen.append((tuple(extra["actions"].shape), num_frames))
+        return embed(self, extra, num_frames)
+
+    cls.embed_frames = noted
+    run = RunEstimator(cfg, 2, None, "cpu", "H100")
+    latents = run.latents(BatchSpec(3, 5, (28, 24)))
+    run.activations(latents, 2, 0)
+    assert run.time(latents, [0], 2).seconds > 0
+    assert seen and set(seen) == {((3, 5, 3), 3)}
+
+    shape = small_shape(cfg, 2, 512)
+    model = small_model(cfg, 1, shape)
+    model(**small_batch(model, shape, cfg.num_frames))
+    assert seen[-1] == ((shape[0], 5, 3), 3)
+
+    main(["plan", str(folder / "train.py"), "--gpus", "2", "--cfg-options", *options])
+
+
+def test_plans_have_an_input_of_each_frame(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_package(tmp_path, planned, tmp_path)
+    assert WORLD in (text := capsys.readouterr().out) and "memory" in text
+
+
+def counted(folder: Path) -> None:
+    """What tokens attend to beside the text does not grow with the text."""
+    write_derived(folder, STREET, STREET_OPTIONS)
+    model = load_train_config(folder / "train.py").model_spec.build()
+    config, base = model.config, type(model).__mro__[1]
+    settings = {one.name: getattr(config, one.name) for one in fields(base.Config)}
+    found, plain = ModelFlops.of(model), ModelFlops.of(base(base.Config(**settings)))
+    assert (found.per_pair, found.per_text_token) == (plain.per_pair, plain.per_text_token)
+    # Of each block: the control branch, queries and outputs of the attention to boxes.
+    added = config.num_blocks * 3 * 2 * config.hidden_size**2
+    assert found.per_token == plain.per_token + added
+
+
+def test_flops_of_further_attention(tmp_path: Path) -> None:
+    with_package(tmp_path, counted, tmp_path)
 
 
 def test_classes_are_imported_by_config_files_alone(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def write_package(folder: Path) -> Path:
     modules = MODULE.findall(page)
     assert len(modules) == 2, [name for _, name in modules]
     for text, name in modules:
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
 
