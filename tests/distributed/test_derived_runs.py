@@ -83,16 +83,17 @@ def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) ->
     assert (videos[0].float() - videos[1].float()).abs().mean() < 1
 
     # The recorded config is data, which may not name what is imported.
-    command = ["eval", tmp_path / "two", "--manifest", manifest, "--bins", "2", "--seeds", "1"]
-    refused = run_forked(tmp_path / "start.py", BIN / "opensora-sp", *command)
-    assert "pass the run's own config with --config CONFIG" in refused.stderr
+    validated = tmp_path / "two" / "step_00000002"
+    command = ["eval", validated, "--manifest", manifest, "--bins", "2", "--seeds", "1"]
+    without = run_forked(tmp_path / "start.py", BIN / "opensora-sp", *command)
+    assert "pass the run's own config with --config CONFIG" in without.stderr
     command += ["--config", tmp_path / "train.py", "--output", tmp_path / "eval.json"]
     evaluated = run_forked(tmp_path / "start.py", BIN / "opensora-sp", *command, ranks=2)
     assert evaluated.returncode == 0, evaluated.stderr
     (bucket,) = json.loads((tmp_path / "eval.json").read_text())["buckets"]
     lines = (tmp_path / "two" / "validation.jsonl").read_text().splitlines()
     found = [one["mean"] for one in bucket["bins"]]
-    assert json.loads(lines[-1])["step"] == 3
+    assert json.loads(lines[-1])["step"] == 2
     np.testing.assert_allclose(found, json.loads(lines[-1])["loss_by_bin"], rtol=1e-4)
 
     verdict = subprocess.run(

@@ -181,6 +181,24 @@ def test_batches_fit_and_one_more_clip_a_rank_would_not(config: Path) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_leave_room_for_larger_batches(config: Path) -> None:
+    """The weights' gradients and moments are not there; what is chosen fits."""
+    memory = memory_for(40e6)
+    whole = load_train_config(config, LEFT_OUT)
+    adapted = load_train_config(config, [*LEFT_OUT, "load=base", "lora.rank=2", "lora.alpha=2"])
+    found, before = (fit(cfg, 2, memory, device="cpu") for cfg in (adapted, whole))
+    assert found.sizes.keys() == before.sizes.keys()
+    assert all(found.sizes[name] >= size for name, size in before.sizes.items())
+    assert found.sizes != before.sizes
+    for one in found.batches:
+        size, frames, (height, width) = vars(one.batch).values()
+        latents = (size, 3, frames, height // 4, width // 4)
+        traced = batch_memory(adapted, 2, latents, memory_gb=1, device="cpu").configured
+        assert traced.needed == pytest.approx(one.memory.configured.needed, rel=5e-3)
+        assert one.memory.configured.needed <= budget_of(memory)
+
+
+@pytest.mark.slow
 def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
     cfg, batch = load_train_config(config, ["sp_size=1"]), BatchSpec(4, 5, (144, 256))
     run = AffineEstimator(cfg, 4, None, "cpu", None)
