@@ -257,7 +257,7 @@ def _no_weights(
         there += f" and {others} more"
     return _NoWeightsError(
         f"got {kind.noun} {str(name)!r} on the hub, which holds no {kind.content} there; expected "
-        f"a file of them, or a folder with one; there are: {there}; name one of these as "
+        f"a file of that kind, or a folder with one; there are: {there}; name one of these as "
         f"{name.repository}/PATH, or check the name"
     )
 

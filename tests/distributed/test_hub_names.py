@@ -25,6 +25,7 @@ from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.encoders.convert import fetched
 from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
+from opensora_sp.integrations.diffusers import OpenSoraPipeline
 from opensora_sp.integrations.diffusers.folder import _within
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
@@ -36,6 +37,11 @@ NAME, LORA = "somebody/stdit3", "somebody/lora"
 
 def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("first", "second")):
         save_pretrained(draw_weights(model, seed=seed), folder / name, license="apache-2.0")
         save_adapters(model, folder / f"{name} adapters", seed)
+    convert = ["convert", str(folder / "first"), str(folder / "pipe"), "--to", "diffusers"]
+    main([*convert, "--config", str(folder / "sample.py")])
     return folder
 
 
@@ -80,6 +88,7 @@ def make_hub(place: Path) -> FakeHub:
             NAME: {"main": {**first, **both}, "v2": second, "refs%2Fpr%2F1": second},
             "somebody/pickled": {"main": {"config.json": b"{}", **both}},
             LORA: {"main": {**adapters[0], **first}, "v2": adapters[1]},
+            "somebody/pipe": {"v1": files_below(place / "pipe") | {"vae/run.py": b"import os"}},
             "somebody/unsafe": {"main": unsafe},
             "somebody/many": {"main": {f"readme-{i}.txt": b"" for i in range(12)}},
             "somebody/folders": {
@@ -139,6 +148,7 @@ def by_name(address: str, place: Path, cache: Path) -> list[str]:
     refused("'somebody/stdit3@v9', .*cannot be fetched.*--revision v9", f"{NAME}@v9")
 
     merge_by_name(place)
+    pipelines(place)
     offline(refused)
     cfg = load_inference_config(place / "sample.py")
     assert resolved_sources(cfg, [f"{LORA}:2"], ema=True)[0].endswith(":2.0")
@@ -168,6 +178,18 @@ def merge_by_name(place: Path) -> None:
             preflight(cfg.model_copy(update={"outputs": str(place / "out")}))
 
 
+def pipelines(place: Path) -> None:
+    """A pipeline of diffusers by its name, with adapters by theirs."""
+    found = OpenSoraPipeline.from_pretrained("somebody/pipe@v1", lora=[LORA])
+    wanted = from_pretrained(place / "first", lora=[f"{place}/first adapters"]).state_dict()
+    for name, one in found.transformer.state_dict().items():
+        assert torch.equal(one, wanted[name])
+    with pytest.raises(ValueError, match=rf"got pipeline '{NAME}' .* holds no model_index.json"):
+        OpenSoraPipeline.from_pretrained(NAME)
+    with pytest.raises(ValueError, match="got lora .* and a transformer; expected adapters for"):
+        OpenSoraPipeline.from_pretrained("somebody/pipe@v1", lora=[LORA], transformer=1)
+
+
 def offline(refused) -> None:
     """With HF_HUB_OFFLINE the cache answers."""
     from huggingface_hub import constants
@@ -190,10 +212,10 @@ def test_every_place_takes_names_and_a_node_downloads_once(place: Path, tmp_path
     snapshots = [f"models--somebody--stdit3/snapshots/{commit}" for commit in commits]
     assert paths == [snapshots, snapshots]
 
-    # The first and the second weights, and those of both folders, which are equal; none beside
-    # adapters. Pickles only where asked for.
-    assert served.fetched["model.safetensors"] == 3 and served.fetched["pytorch_model.bin"] == 1
-    assert not served.fetched["optimizer.bin"] + served.fetched["own.py"]
+    # The first and the second weights, those of both folders, which are equal, and a pipeline's;
+    # none beside adapters. Pickles and code only where asked for.
+    assert served.fetched["model.safetensors"] == 4 and served.fetched["pytorch_model.bin"] == 1
+    assert not served.fetched["optimizer.bin"] + served.fetched["own.py"] + served.fetched["run.py"]
     assert served.fetched["adapter_model.safetensors"] == served.fetched["base.json"] == 2
     assert not served.fetched["adapter_model.bin"]
 

@@ -20,11 +20,12 @@ from typing import Any
 import diffusers
 
 from opensora_sp.checkpoint import new_folder, save_pretrained
-from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.hub import HubName, Kind, fetch
 from opensora_sp.config import build_component
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.encoders.convert import convert_encoder, fetched
+from opensora_sp.encoders.loading import HUB_FILES
 from opensora_sp.json_reader import read_json
 from opensora_sp.models.base import ConditionedModel
 
@@ -32,6 +33,10 @@ from .scheduler import OpenSoraScheduler
 
 INDEX = "model_index.json"
 PIPELINE = "OpenSoraPipeline"
+# What a name on the hub must have. Diffusers' own models have the same index, of another class.
+ON_HUB = Kind("pipeline", INDEX, ((INDEX,),), (), "")
+PARTS = ("scheduler", "transformer", "vae", "text_encoder")
+PART_FILES = (*HUB_FILES, OpenSoraScheduler.config_name)
 ENCODERS: dict[str, dict[str, Any]] = {"vae": LATENT_ENCODERS, "text_encoder": TEXT_ENCODERS}
 
 
@@ -44,17 +49,21 @@ class PipelineFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> PipelineFolder:
-        """Read the index.
+        """Read the index in a folder, or of a name on the hub that is not on disk.
 
         Raises:
             ValueError: if there is none, or it is of another pipeline.
         """
+        name_on_hub = None if Path(path).exists() else HubName.of_missing(str(path))
+        if name_on_hub is not None:
+            files = tuple(f"{part}/{file}" for part in PARTS for file in PART_FILES)
+            path = fetch(name_on_hub, kind=ON_HUB, more=files)
         index_path = Path(path, INDEX)
         if not index_path.is_file():
             raise ValueError(
                 f"got {str(path)!r}, which has no {INDEX}; expected the folder of an "
                 f"{PIPELINE}; write one with opensora-sp convert CKPT FOLDER --to diffusers "
-                "--config CONFIG, or download it with hf download NAME --local-dir FOLDER"
+                "--config CONFIG, or pass a name on the hub, whose first part is no folder here"
             )
 
         index = read_json(index_path)

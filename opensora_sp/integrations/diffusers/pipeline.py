@@ -101,12 +101,15 @@ class OpenSoraPipeline(DiffusionPipeline):
         pretrained_model_name_or_path: str | Path,
         *,
         torch_dtype: torch.dtype | None = None,
+        lora: Sequence[str] = (),
         **components: Any,
     ) -> OpenSoraPipeline:
-        """Load a folder with ``model_index.json``.
+        """Load a folder with ``model_index.json``, or ``owner/name[/path][@revision]`` of the hub.
 
         Args:
             torch_dtype: of the transformer, by default as stored. Encoders have their own.
+            lora: adapters to merge into the transformer, each ``PATH`` or ``PATH:SCALE``; see
+                ``opensora_sp.checkpoint.from_pretrained``.
             components: ``transformer``, ``vae``, ``text_encoder`` or ``scheduler`` to take instead
                 of the folder's.
 
@@ -115,7 +118,9 @@ class OpenSoraPipeline(DiffusionPipeline):
         """
         folder = PipelineFolder.open(pretrained_model_name_or_path)
         loaders: dict[str, Callable[[], Any]] = {
-            "transformer": lambda: from_pretrained(folder.path / "transformer", dtype=torch_dtype),
+            "transformer": lambda: from_pretrained(
+                folder.path / "transformer", dtype=torch_dtype, lora=lora
+            ),
             "scheduler": folder.scheduler,
             **{key: partial(folder.encoder, key) for key in ENCODERS},
         }
@@ -123,6 +128,11 @@ class OpenSoraPipeline(DiffusionPipeline):
         if unknown:
             raise ValueError(
                 f"got {unknown[0]!r}; expected torch_dtype or one of {[*loaders]}; remove it"
+            )
+        if lora and "transformer" in components:
+            raise ValueError(
+                f"got lora {list(lora)} and a transformer; expected adapters for that of the "
+                "folder; merge them into yours: from_pretrained(PATH, lora=[...])"
             )
 
         parts: dict[str, Any] = {
