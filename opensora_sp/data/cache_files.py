@@ -9,9 +9,10 @@
       of the whole record
 
 Clips are numbered by their line in the manifest. The header of a shard holds as JSON what its
-features were made of, the frame rates of its clips (``fps``) and the clips that could not be read
-(``broken``), so the index can always be rebuilt from the shards. Numbers are kept in 16 bits where
-that loses nothing. The JSON of header and index holds a checksum of itself.
+features were made of, the frame rates of its clips (``fps``), the states of their files (``files``)
+and the clips that could not be read (``broken``), so the index can always be rebuilt from the
+shards. Numbers are kept in 16 bits where that loses nothing. The JSON of header and index holds a
+checksum of itself.
 
 Files of former versions have no checksums. An index lists the shards that it knows to be without.
 
@@ -58,6 +59,7 @@ class Shard:
     texts: dict[int, int]  # tokens of each clip's caption
     corrupt: dict[Key, tuple[str, str]]  # path and reason
     made_of: dict[str, Any]  # the fingerprint; empty in files of former versions
+    files: dict[Key, list[list[int]]]  # their states; of former versions none
     has_checksums: bool
 
     @classmethod
@@ -69,7 +71,7 @@ class Shard:
         """
         from safetensors import SafetensorError, safe_open
 
-        texts, fps, corrupt = {}, {}, {}
+        texts, fps, files, corrupt = {}, {}, {}, {}
         try:
             with safe_open(path, "pt") as file:
                 header = parse_json(file.metadata()["clips"], f"the header of {path}")
@@ -80,6 +82,8 @@ class Shard:
             has_checksums = is_sealed(header)
             for clip, shape, rate in header["fps"]:
                 fps[clip, parse_shape(shape)] = rate
+            for clip, shape, states in header.get("files", []):
+                files[clip, parse_shape(shape)] = states
             for clip, shape, source, reason in header["broken"]:
                 corrupt[clip, parse_shape(shape)] = source, reason
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
@@ -87,19 +91,20 @@ class Shard:
                 f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
                 "cache; remove it and run opensora-sp precompute again"
             ) from None
-        return cls(path, fps, texts, corrupt, header.get("made_of", {}), has_checksums)
+        return cls(path, fps, texts, corrupt, header.get("made_of", {}), files, has_checksums)
 
 
 @dataclass
 class ShardContent:
     """What one shard file holds: latents by clip and shape, captions' features by clip.
 
-    ``extra`` are further inputs of a model, by name.
+    ``extra`` are further inputs of a model, by name; ``files`` the states of what was read.
     """
 
     made_of: dict[str, Any]
     latents: dict[Key, Tensor] = field(default_factory=dict)
     fps: dict[Key, float] = field(default_factory=dict)
+    files: dict[Key, list[list[int]]] = field(default_factory=dict)
     texts: dict[int, Tensor] = field(default_factory=dict)
     extra: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
     corrupt: dict[Key, tuple[str, str]] = field(default_factory=dict)
@@ -121,9 +126,11 @@ class ShardContent:
         for name, record in records.items():
             sums[f"{CHECKSUM}/{name}"] = torch.tensor(checksums(name, record))
 
-        header: dict[str, Any] = {"made_of": self.made_of, "fps": [], "broken": []}
+        header: dict[str, Any] = {"made_of": self.made_of, "fps": [], "files": [], "broken": []}
         for (clip, shape), rate in self.fps.items():
             header["fps"].append([clip, shape_name(shape), rate])
+        for (clip, shape), states in self.files.items():
+            header["files"].append([clip, shape_name(shape), states])
         for (clip, shape), why in self.corrupt.items():
             header["broken"].append([clip, shape_name(shape), *why])
         return save(records | sums, {"clips": json.dumps(sealed(header))})

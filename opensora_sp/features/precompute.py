@@ -47,6 +47,7 @@ from opensora_sp.data.cache_files import (
     read_sealed,
     sealed,
 )
+from opensora_sp.data.file_state import FileState
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
@@ -143,14 +144,14 @@ class CacheWriter:
 
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
-        shards = self.former
+        shards, changed = self.former, self._changed()
         while True:
             encoded: set[Key] = set().union(*(shard.fps for shard in shards))
             # What a former run has found to be corrupt is tried again.
             corrupt: set[Key] = set().union(*(s.corrupt for s in shards[len(self.former) :]))
             used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
 
-            done = encoded | corrupt
+            done = (encoded - changed) | corrupt
             todo: dict[int, list[ClipShape]] = {}
             for shape, clips in used.items():
                 for clip in clips.tolist():
@@ -159,7 +160,7 @@ class CacheWriter:
             if not todo:
                 break
             self._write_shards(dict(sorted(todo.items())), shards)
-            shards = self.shards()
+            shards, changed = self.shards(), set()
 
         if not encoded:
             raise ValueError(
@@ -183,6 +184,31 @@ class CacheWriter:
             if shard.made_of:
                 check_made_of(shard.made_of, self.made_of, str(shard.path))
         return shards
+
+    def _changed(self) -> set[Key]:
+        """What was encoded of files that have another content now. Collective."""
+        states: dict[Key, list[list[int]]] = {}
+        for shard in self.former:
+            states |= {key: [] for key in shard.fps} | shard.files
+
+        own = []
+        for key in sorted(states)[self.rank :: self.world]:
+            pairs = zip(states[key], self._files(key[0]))
+            if not all(FileState(*state).is_of(path) for state, path in pairs):
+                own.append(key)
+        gathered: list[list[Key]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(gathered, own)
+
+        changed = set(chain.from_iterable(gathered))
+        if changed:
+            message = "%d clips of %s have other files than were encoded: they are encoded again"
+            logger.warning(message, len(changed), self.folder)
+        return changed
+
+    def _files(self, clip: int) -> list[Path]:
+        """What is read of a clip."""
+        rows = self.dataset.rows
+        return [rows[clip].path, *rows.files_of(clip).values()]
 
     def _write_shards(self, todo: dict[int, list[ClipShape]], shards: list[Shard]) -> None:
         """Write this rank's shards; those of all ranks together hold ``todo``. Collective."""
@@ -250,6 +276,8 @@ class CacheWriter:
             content.latents |= zip(read, (z.cpu() for z in encoded), strict=True)
             content.fps |= {key: clip.fps for key, clip in read.items()}
             content.extra |= {key: clip.extra for key, clip in read.items()}
+            for key in read:
+                content.files[key] = [list(FileState.of(path)) for path in self._files(key[0])]
 
             new = {clip: item for (clip, _), item in read.items() if clip not in with_caption}
             content.texts |= zip(new, self.encoders.text_features(list(new.values())), strict=True)
