@@ -1,6 +1,6 @@
 """Further inputs of a derived model in sampling, from the files that a prompt names.
 
-A video of several loops has one file for each input. One that begins with ``frames`` goes on from
+A video of several loops has one file for each input. One that begins with ``frames`` continues from
 loop to loop, as the video does. One without time is the same in all loops.
 """
 

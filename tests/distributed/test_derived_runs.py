@@ -142,7 +142,7 @@ def test_a_file_is_the_same_by_its_content(tmp_path: Path) -> None:
     state = FileState.of(path)
     os.utime(path, (0, 0))
     assert state.is_of(path) and state.is_of(tmp_path / "gone")
-    for content in (b"abd", b"abcd"):
+    for content in (b"xyz", b"wxyz"):
         path.write_bytes(content)
         assert not state.is_of(path)
 
