@@ -9,7 +9,6 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,10 +292,11 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
     """
     # Each file is read once, and each warning is logged once.
     probe_once, warn_once = functools.cache(probe_reference), functools.cache(_warn_of_size)
+    latent_size = functools.partial(planned_latent_size, cfg.vae)
 
     for request in requests:
         frames = latent_frames(cfg, request)
-        for start in first_frames(cfg, request, partial(planned_latent_size, cfg.vae)):
+        for start in first_frames(cfg, request, latent_size):
             extra_inputs(cfg, request, start)
         prompt_of_loop(request.prompt.text, cfg.loop - 1)  # raises for malformed prompts
         if cfg.loop > 1 and cfg.condition_frame_length >= frames:
