@@ -12,7 +12,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ class TiledConv3d(nn.Conv3d):
         around = [[0, 0], [0, 0], [0, 0]]
         around[2 - axis] = [max(-first, 0), max(last - length, 0)]
         others = [0 if i == axis else one for i, one in enumerate(padding)]
-        tile = F.pad(inside, sum(around, []))
+        tile = F.pad(inside, [*chain.from_iterable(around)])
         return F.conv3d(tile, self.weight, self.bias, padding=others)
 
 
