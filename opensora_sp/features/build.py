@@ -35,6 +35,8 @@ from .cached import CachedSource
 from .sources import Encoders, Source
 
 TrainingSet = VideoTextDataset | CachedFeatures
+# Options of a dataset that its class does not take.
+NOT_OF_FILES = {"type", "path", "max_bad_fraction", "caption_scores", "remove_caption_prefix"}
 
 
 def make_dataset(cfg: TrainConfig) -> TrainingSet:
@@ -51,7 +53,8 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
         seed=cfg.seed,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        **cfg.dataset.model_dump(exclude={"type", "path", "max_bad_fraction"}),
+        captions=cfg.dataset.captions(cfg.seed),
+        **cfg.dataset.model_dump(exclude=NOT_OF_FILES),
     )
 
 

@@ -129,7 +129,9 @@ def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
     wanted = made_of(cfg, dataset.rows)
     wanted["dataset.manifest"] = found["dataset.manifest"]
     if cfg.dataset.manifest is not None:
-        wanted["dataset.manifest"] = manifest_digest(Manifest(cfg.dataset.manifest))
+        captions = cfg.dataset.captions(cfg.seed)
+        rows = Manifest(cfg.dataset.manifest, captions=captions)
+        wanted["dataset.manifest"] = manifest_digest(rows)
     check_made_of(found, wanted, str(dataset.folder))
 
 
