@@ -133,18 +133,12 @@ def without_prefix(caption: str) -> str:
     return caption
 
 
-def camera_motion(value: Any) -> str:
-    """A camera motion as captions have it, "" for one that they do not have.
-
-    Raises:
-        ValueError: for what is no camera motion.
-    """
+def camera_motion(value: Any) -> str | None:
+    """A camera motion as captions have it, "" where they have none, None for anything else."""
     name = str(value or "").strip().lower().replace("_", " ")
     if name in OTHER_MOTIONS:
         return ""
-    if name not in CAMERA_MOTIONS:
-        raise ValueError(f"expected one of {list(CAMERA_MOTIONS)}, 'dynamic', 'unknown' or nothing")
-    return name
+    return name if name in CAMERA_MOTIONS else None
 
 
 def _graded(score: float | str | None, words: dict[float, str]) -> str | None:

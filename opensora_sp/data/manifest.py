@@ -18,7 +18,7 @@ from opensora_sp.json_reader import parse_json
 from opensora_sp.regular_file import open_regular
 
 from .atomic import atomic_write
-from .captions import CAMERA, SCORES, Captions, camera_motion
+from .captions import CAMERA, CAMERA_MOTIONS, SCORES, Captions, camera_motion
 
 
 class Entry(NamedTuple):
@@ -92,13 +92,13 @@ class Manifest(Sequence[Entry]):
             scores[name] = _as_numbers(self.file, name, values, len(self))
         motions = []
         for line, value in enumerate(columns.get(CAMERA, unknown)):
-            try:
-                motions.append(camera_motion(value))
-            except ValueError as error:
+            motion = camera_motion(value)
+            if motion is None:
                 raise ValueError(
-                    f"got {CAMERA} {value!r} for clip {line + 1} of {str(self.file)!r}; {error}; "
-                    "correct it"
-                ) from None
+                    f"got cmotion {value!r} for clip {line + 1} of {str(self.file)!r}; expected "
+                    f"one of {list(CAMERA_MOTIONS)}, 'dynamic', 'unknown' or nothing; correct it"
+                )
+            motions.append(motion)
         return captions.change(self.texts, scores, motions)
 
     def __len__(self) -> int:
