@@ -81,7 +81,7 @@ def _qk_norm(value: Any, draft: Draft) -> dict[str, Any]:
 
 
 def _of_1_3(value: Any, draft: Draft) -> dict[str, Any]:
-    """What Open-Sora 1.3 has in its code, by its kind of attention."""
+    """What Open-Sora 1.3 has in its code; ``value`` is whether it is that version."""
     if not (draft.foreign and value):
         return {}
     return {
@@ -94,6 +94,25 @@ def _of_1_3(value: Any, draft: Draft) -> dict[str, Any]:
 def _sampling_of_1_3(value: Any, draft: Draft) -> dict[str, Any]:
     implied = _of_1_3(value, draft)
     return implied | {"score_style": "words"} if implied else {}
+
+
+IMPLIED_BY_1_3: dict[Run, Callable[[Any, Draft], dict[str, Any]]] = {
+    "train": _of_1_3,
+    "sample": _sampling_of_1_3,
+}
+
+
+def _of_its_vae(
+    implied: Callable[[Any, Draft], dict[str, Any]],
+) -> Callable[[Any, Draft], dict[str, Any]]:
+    """What Open-Sora 1.3 has in its code, by its autoencoder."""
+    return lambda value, draft: implied(value == "OpenSoraVAE_V1_3", draft)
+
+
+def _accumulates(draft: Draft) -> bool:
+    """Whether several micro-batches of Open-Sora are a step: it counts micro-batches as steps."""
+    steps = draft.get("accumulation_steps")
+    return draft.foreign and isinstance(steps, int) and steps > 1
 
 
 def _frozen(*patterns: str) -> Callable[[Any, Draft], tuple[str, ...]]:
@@ -161,6 +180,12 @@ RULES: tuple[Rule, ...] = (
                   "training"}),
     Rule("num_bucket_build_workers", run="train", note="one process builds the buckets"),
     Rule("prefetch_factor", run="train", note="the loader uses its default"),
+    Rule("noise_augmentation", run="train",
+         refused="clips are trained on as they are; remove it"),
+    *(Rule(key, run="train", note="of noise_augmentation, which is not supported")
+      for key in ("noise_prob", "noise_strength")),
+    Rule("num_eval_timesteps", run="train",
+         refused="remove it, and measure a checkpoint with opensora-sp eval"),
     Rule("load_text_features", run="train", refused="captions are encoded here; remove it"),
     Rule("mask_ratios", "mask_ratios", run="train", value=_masks,
          note="1 to 4 frames are quarter_*, 1 to a quarter of the frames"),
@@ -187,6 +212,9 @@ RULES: tuple[Rule, ...] = (
     Rule("model.no_temporal_pos_emb",
          refused="all models here have temporal position embeddings; remove it"),
     Rule("model.skip_temporal", refused="all models here have temporal attention; remove it"),
+    Rule("model.adapt_16ch",
+         refused="weights for 4 latent channels are not widened; remove it, and load weights for "
+                 "16"),
     Rule("model.force_huggingface", note="the format of weights is recognised"),
     Rule("model.freeze_y_embedder", "freeze", run="train", value=_frozen("y_embedder.*")),
     Rule("model.only_train_temporal", "freeze", run="train",
@@ -200,10 +228,12 @@ RULES: tuple[Rule, ...] = (
     Rule("model.from_pretrained", "load", run="train", yields=True),
     Rule("model.from_pretrained", "ckpt", run="sample"),
     # encoders
-    Rule("vae.type", "vae.type",
-         refused={"VideoAutoencoderPipeline":
-                  "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
-                  "from_pretrained=...)"}),
+    *(Rule("vae.type", "vae.type", run=run, also=_of_its_vae(implied),
+           note="OpenSoraVAE_V1_3 comes with 16 channels and conditioning frames",
+           refused={"VideoAutoencoderPipeline":
+                    "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
+                    "from_pretrained=...)"})
+      for run, implied in IMPLIED_BY_1_3.items()),
     *(Rule(f"{part}.local_files_only", note="set HF_HUB_OFFLINE=1 in the environment instead")
       for part in ("model", "vae", "text_encoder")),
     *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment")
@@ -228,17 +258,24 @@ RULES: tuple[Rule, ...] = (
       for key in ("image_cfg_scale", "use_sdedit", "use_oscillation_guidance_for_text",
                   "use_oscillation_guidance_for_image")),
     Rule("drop_condition", "scheduler.drop_condition", run="train", yields=True),
+    *(Rule(f"scheduler.{key}",
+           refused="Open-Sora has the function, which no sampler of its calls; remove it")
+      for key in ("dynamic_thresholding", "thresholding")),
     # optimization
     Rule("use_cosine_scheduler", "lr_schedule", run="train", value={True: "cosine"},
          note="without warm-up of its own"),
-    Rule("accumulation_steps", run="train", inert=(None, 1),
-         refused="set accumulation_steps=None and micro_batches_per_step to as many for each "
-                 "replica"),
+    Rule("warmup_steps", "warmup_steps", run="train", inert=(None,), when=_accumulates,
+         value=lambda value, draft: -(-value // draft.get("accumulation_steps")),
+         note="with accumulation_steps: micro-batches there, steps here"),
+    Rule("ema_decay", "ema_decay", run="train", inert=(None,), when=_accumulates,
+         value=lambda value, draft: value ** draft.get("accumulation_steps"),
+         note="with accumulation_steps: after each micro-batch there, after each step here"),
+    Rule("accumulation_steps", "accumulation_steps", run="train", inert=(None,)),
     Rule("lr", "optimizer.lr", run="train"),
     Rule("adam_eps", "optimizer.eps", run="train", inert=(None,)),
     Rule("weight_decay", "optimizer.weight_decay", run="train", inert=(None,)),
-    *(Rule(key, key, run="train", inert=(None,))
-      for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")),
+    Rule("warmup", run="train", note="Open-Sora reads warmup_steps alone"),
+    *(Rule(key, key, run="train", inert=(None,)) for key in ("grad_clip", "epochs", "sp_size")),
     # sampling
     Rule("prompt", "prompts", run="sample",
          value=lambda value, draft: [value] if isinstance(value, str) else value),

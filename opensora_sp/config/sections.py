@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from opensora_sp.data.captions import Captions
 from opensora_sp.models.lora import DEFAULT_TARGETS
 from opensora_sp.parallel import Options
 from opensora_sp.resolutions import named_frames, named_size
@@ -68,6 +69,20 @@ class Dataset(Strict):
     max_bad_fraction: float = Field(0.2, ge=0, le=1)
     """Share of corrupt samples among those read that ends the run."""
 
+    caption_scores: Literal["words"] | None = None
+    """Append the manifest's columns aes, flow and cmotion to captions, in the words of Open-Sora
+    1.3; see docs/data.md. None appends none.
+    """
+
+    remove_caption_prefix: bool = False
+    """Remove beginnings of captions such as `The video shows`."""
+
+    def captions(self, seed: int) -> Captions | None:
+        """How captions of a manifest are changed; None if they are not."""
+        if self.caption_scores is None and not self.remove_caption_prefix:
+            return None
+        return Captions(self.caption_scores is not None, self.remove_caption_prefix, seed)
+
     @model_validator(mode="after")
     def _has_its_source(self) -> Dataset:
         is_cached = self.type == "CachedFeatures"
@@ -83,6 +98,11 @@ class Dataset(Strict):
             raise ValueError(
                 "got dataset.cache with 'CachedFeatures'; expected one of them; remove "
                 "dataset.cache"
+            )
+        if is_cached and self.manifest is None and self.captions(0) is not None:
+            raise ValueError(
+                "got dataset.caption_scores or remove_caption_prefix with 'CachedFeatures', whose "
+                "captions are encoded already; expected them where the cache is made; remove them"
             )
         return self
 

@@ -38,7 +38,8 @@ class TrainConfig(Common):
     """A training run.
 
     An optimizer step consumes ``micro_batches_per_step`` micro-batches of ``batch_size`` clips over
-    all replicas (by default one each), whatever the number of processes is. ``max_steps`` or
+    all replicas (by default ``accumulation_steps`` each), whatever the number of processes is when
+    the run resumes. ``max_steps`` or
     ``epochs`` is the length of the run. The watchdog (``runtime``) ends a run that cannot continue.
 
     ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths. Then
@@ -79,6 +80,11 @@ class TrainConfig(Common):
     micro_batches_per_step: int | None = Field(None, ge=1)
     """Micro-batches of an optimizer step over all ranks; None is one for each replica, and with
     `sp_size='auto'` one for each rank.
+    """
+
+    accumulation_steps: int = Field(1, ge=1)
+    """Instead of `micro_batches_per_step`: micro-batches of a step for each replica at the first
+    start. Above 1, ranks sum their gradients locally, in fp32, and reduce them once a step.
     """
 
     loss_weight: Literal["sample", "micro_batch"] = "sample"
@@ -232,16 +238,26 @@ class TrainConfig(Common):
     @property
     def schedules_groups(self) -> bool:
         """Whether the micro-batches of a step are scheduled on groups of ranks
-        (``data/schedule.py``), and gradients are reduced once a step.
+        (``data/schedule.py``).
         """
         is_mixed = self.bucket_config is not None and self.batch_order == "mixed"
         return is_mixed or not isinstance(self.sp_size, int)
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """Whether ranks sum gradients by themselves and reduce them once a step."""
+        return self.schedules_groups or self.accumulation_steps > 1
+
+    def micro_batches(self, replicas: int) -> int:
+        """Micro-batches of a step over so many replicas, at the first start of a run."""
+        return self.micro_batches_per_step or self.accumulation_steps * replicas
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
         if self.bucket_config is None:
             yield self._latents_fit_model
         yield self._one_length
+        yield self._one_number_of_micro_batches
         yield self._buckets_fit
         yield self._degrees_fit
         yield self._training_precision
@@ -281,6 +297,14 @@ class TrainConfig(Common):
             raise ValueError(
                 f"got max_steps {self.max_steps} and epochs {self.epochs}; expected one of them, "
                 f"the length of the run; {advice}"
+            )
+
+    def _one_number_of_micro_batches(self) -> None:
+        if self.micro_batches_per_step is not None and self.accumulation_steps > 1:
+            raise ValueError(
+                f"got micro_batches_per_step {self.micro_batches_per_step} and accumulation_steps "
+                f"{self.accumulation_steps}; expected one of them, the micro-batches of a step "
+                "over all replicas or for each; remove the other"
             )
 
     def _buckets_fit(self) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from opensora_sp.randomness import generator
 
+from .captions import Captions
 from .extra_files import ExtraFiles
 from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
@@ -78,6 +79,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         seed: of random crops and starts.
         limits: largest frames, clips and files; larger ones count as corrupt.
         extra: further arrays of a clip, whose files columns of the manifest name.
+        captions: how the manifest's captions are changed.
 
     Raises:
         ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.
@@ -97,6 +99,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         seed: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         extra: ExtraFiles | None = None,
+        captions: Captions | None = None,
     ) -> None:
         if cache and (transform, clip_start) != ("resize_center_crop", "middle"):
             raise ValueError(
@@ -104,7 +107,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 "expected nothing random to be kept; drop dataset.cache, or take "
                 "'resize_center_crop' and 'middle'"
             )
-        self.rows = Manifest(manifest, () if extra is None else extra.names)
+        self.rows = Manifest(manifest, () if extra is None else extra.names, captions)
         self.extra = extra
         self.shape = None
         if num_frames is not None and image_size is not None:

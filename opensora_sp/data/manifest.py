@@ -18,6 +18,7 @@ from opensora_sp.json_reader import parse_json
 from opensora_sp.regular_file import open_regular
 
 from .atomic import atomic_write
+from .captions import CAMERA, CAMERA_MOTIONS, SCORES, Captions, camera_motion
 
 
 class Entry(NamedTuple):
@@ -51,15 +52,19 @@ class Manifest(Sequence[Entry]):
     Args:
         path: ``.csv`` with a header line, ``.jsonl`` with an object a line, or ``.parquet``.
         files: further columns, which have the path of a file in every line.
+        captions: how captions are changed, for which further columns may be read.
 
     Raises:
         ValueError: if the file is missing, has another suffix, lacks a column or a path, is empty,
             or a cell of a column of numbers is not a number.
     """
 
-    def __init__(self, path: str | Path, files: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: str | Path, files: Sequence[str] = (), captions: Captions | None = None
+    ) -> None:
         self.file = Path(path)
-        columns = _read_columns(self.file, (*Entry._fields, *files))
+        scores = () if captions is None else captions.columns
+        columns = _read_columns(self.file, (*Entry._fields, *files, *scores))
         _check_columns(self.file, columns, files)
         self.paths = [str(one) for one in columns["path"]]
         self.files = {name: [str(one) for one in columns[name]] for name in files}
@@ -68,6 +73,33 @@ class Manifest(Sequence[Entry]):
         for name in NUMBERS:
             if name in columns:
                 self.numbers[name] = _as_numbers(self.file, name, columns[name], len(self.paths))
+        if captions is not None:
+            self.texts = self._changed(captions, columns)
+
+    def _changed(self, captions: Captions, columns: dict[str, list[Any]]) -> list[str]:
+        """The captions, with the scores in other columns."""
+        present = [name for name in captions.columns if name in columns]
+        if captions.columns and not present:
+            raise ValueError(
+                f"got manifest {str(self.file)!r} with the columns {list(columns)} for "
+                "dataset.caption_scores; expected at least one of "
+                f"{', '.join(captions.columns)}; add it, or set caption_scores=None"
+            )
+
+        scores, unknown = {}, [None] * len(self)
+        for name in SCORES:
+            values = columns.get(name, unknown)
+            scores[name] = _as_numbers(self.file, name, values, len(self))
+        motions = []
+        for line, value in enumerate(columns.get(CAMERA, unknown)):
+            motion = camera_motion(value)
+            if motion is None:
+                raise ValueError(
+                    f"got cmotion {value!r} for clip {line + 1} of {str(self.file)!r}; expected "
+                    f"one of {list(CAMERA_MOTIONS)}, 'dynamic', 'unknown' or nothing; correct it"
+                )
+            motions.append(motion)
+        return captions.change(self.texts, scores, motions)
 
     def __len__(self) -> int:
         return len(self.paths)

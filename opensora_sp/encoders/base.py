@@ -27,7 +27,8 @@ class LatentEncoder(Protocol):
     else (``independent_pieces``): ``chunk_frames`` and ``chunk_latent_frames``, the frames and
     latent frames of such a part. 1 and 1 mean that every frame stands alone; None (the default)
     that a clip is one whole. Where frames stand alone, ``micro_batch_size`` says how many are
-    decoded by one call, None for all; 1 where it is left out.
+    decoded by one call, None for all; 1 where it is left out. ``chunk_overlap``, by default 0, are
+    the frames that a part shares with the one before it.
 
     A class whose construction loads weights gives a classmethod ``planned_latent_size(num_frames,
     height, width, **options)`` beside ``latent_size``, which the planner calls instead.
@@ -74,7 +75,8 @@ class Piece:
     For every piece, and for every run of neighbouring ones taken from the first's start to the
     last's stop, ``encode(video[:, :, frames])`` is ``encode(video)[:, :, latents]``, and
     ``decode(z[:, :, latents], num_frames=frames.stop - frames.start)`` is ``decode(z,
-    num_frames=F)[:, :, frames]``.
+    num_frames=F)[:, :, frames]``. Where neighbours share frames, the latter holds of the others,
+    and the whole has the mean of both.
     """
 
     frames: slice
@@ -98,7 +100,7 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     if step is None or latent_step is None:
         return [Piece(slice(0, num_frames), slice(0, latent_frames))]
 
-    frames = chunks(num_frames, step)
+    frames = chunks(num_frames, step, getattr(vae, "chunk_overlap", 0))
     latents = chunks(latent_frames, latent_step)
     if len(frames) != len(latents):
         raise ValueError(
@@ -122,9 +124,13 @@ def decoded_pieces(vae: Any, num_frames: int, latent_frames: int) -> list[Piece]
     return [Piece(frames, frames) for frames in chunks(num_frames, size)]
 
 
-def chunks(count: int, size: int) -> list[slice]:
-    """Consecutive slices of ``count`` entries, each of ``size`` but perhaps the last."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def chunks(count: int, size: int, overlap: int = 0) -> list[slice]:
+    """Consecutive slices of ``count`` entries, each of ``size`` but perhaps the last.
+
+    Neighbours have ``overlap`` entries in common.
+    """
+    starts = range(0, max(count - overlap, 1), size - overlap)
+    return [slice(start, min(start + size, count)) for start in starts]
 
 
 def check_latent_frames(latents: Tensor, num_frames: int, expected: int) -> None:

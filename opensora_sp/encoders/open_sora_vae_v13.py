@@ -147,12 +147,17 @@ class OpenSoraVAEv13(FrozenEncoder):
 
     @property
     def chunk_frames(self) -> int | None:
-        """Frames of a chunk that stands alone; chunks that share a frame do not."""
+        """Frames of a chunk that is encoded and decoded without the others."""
         return self.frame_size if self._chunks_are_independent else None
 
     @property
     def chunk_latent_frames(self) -> int | None:
         return self._latent_step if self._chunks_are_independent else None
+
+    @property
+    def chunk_overlap(self) -> int:
+        """Frames that a chunk shares with the one before."""
+        return int(self.temporal_overlap)
 
     @property
     def _latent_step(self) -> int | None:
@@ -161,9 +166,9 @@ class OpenSoraVAEv13(FrozenEncoder):
 
     @property
     def _chunks_are_independent(self) -> bool:
-        if self._latent_step is None or self.temporal_overlap:
-            return False
-        return self._latent_step % self.get_buffer("std").shape[1] == 0
+        """Whether each chunk has the statistics that the whole clip has there."""
+        period = self.get_buffer("std").shape[1]
+        return self._latent_step is not None and self._latent_step % period == 0
 
     @torch.no_grad()
     def encode(self, video: Tensor, *, noise: Tensor | None = None) -> Tensor:
@@ -291,12 +296,7 @@ class OpenSoraVAEv13(FrozenEncoder):
 
 def frame_chunks(num_frames: int, size: int | None, overlap: bool) -> list[slice]:
     """The frames of each chunk of a clip; with ``overlap`` neighbours share one."""
-    if size is None or num_frames == 1:
-        return [slice(0, num_frames)]
-    if not overlap:
-        return chunks(num_frames, size)
-    starts = range(0, num_frames - 1, size - 1)
-    return [slice(start, min(start + size, num_frames)) for start in starts]
+    return chunks(num_frames, size or num_frames, int(overlap))
 
 
 def latent_frames_of(num_frames: int) -> int:

@@ -12,7 +12,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -29,25 +29,40 @@ UPSAMPLE_EPS = 1e-5
 class TiledConv3d(nn.Conv3d):
     """A convolution in tiles along the longest of frames, height and width, to bound its memory.
 
-    Results are those of the whole convolution. Tiles are about ``tile_size`` positions long.
+    Results are those of the whole convolution. Tiles are about ``tile_size`` positions long. Beside
+    input and output there is one tile at a time.
     """
 
     tile_size: int
 
     def forward(self, x: Tensor) -> Tensor:
-        t, h, w = (padding for padding in self.padding if isinstance(padding, int))
-        x = F.pad(x, (w, w, h, h, t, t))
-        axis = max((2, 3, 4), key=lambda dim: x.shape[dim])
-        halo = self.kernel_size[axis - 2] - 1
-        length = x.shape[axis] - halo
-        count = min(max(1, x.shape[axis] // self.tile_size), length)
+        padding = [one for one in self.padding if isinstance(one, int)]
+        padded = [size + 2 * one for size, one in zip(x.shape[2:], padding, strict=True)]
+        sizes = [size - kernel + 1 for size, kernel in zip(padded, self.kernel_size, strict=True)]
+        axis = max(range(3), key=lambda one: padded[one])
+        count = min(max(1, padded[axis] // self.tile_size), sizes[axis])
+        bounds = [sizes[axis] * i // count for i in range(count + 1)]
 
-        bounds = [length * i // count for i in range(count + 1)]
-        tiles = [
-            F.conv3d(x.narrow(axis, start, stop - start + halo), self.weight, self.bias)
-            for start, stop in pairwise(bounds)
-        ]
-        return torch.cat(tiles, dim=axis)
+        out = x.new_empty(len(x), self.out_channels, *sizes)
+        for start, stop in pairwise(bounds):
+            # No name for a tile, which would keep it while the next one is computed.
+            own = out.narrow(axis + 2, start, stop - start)
+            own.copy_(self._tile(x, axis, start, stop, padding))
+        return out
+
+    def _tile(self, x: Tensor, axis: int, start: int, stop: int, padding: list[int]) -> Tensor:
+        """The outputs from ``start`` to ``stop`` along an axis (0 is time)."""
+        first = start - padding[axis]
+        last = stop - padding[axis] + self.kernel_size[axis] - 1
+        length = x.shape[axis + 2]
+        inside = x.narrow(axis + 2, max(first, 0), min(last, length) - max(first, 0))
+
+        # Along the axis only the tiles at both ends have padding.
+        around = [[0, 0], [0, 0], [0, 0]]
+        around[2 - axis] = [max(-first, 0), max(last - length, 0)]
+        others = [0 if i == axis else one for i, one in enumerate(padding)]
+        tile = F.pad(inside, [*chain.from_iterable(around)])
+        return F.conv3d(tile, self.weight, self.bias, padding=others)
 
 
 def tile_convolutions(model: nn.Module, tile_size: int) -> None:

@@ -35,6 +35,8 @@ from .cached import CachedSource
 from .sources import Encoders, Source
 
 TrainingSet = VideoTextDataset | CachedFeatures
+# Options of a dataset that its class does not take.
+NOT_OF_FILES = {"type", "path", "max_bad_fraction", "caption_scores", "remove_caption_prefix"}
 
 
 def make_dataset(cfg: TrainConfig) -> TrainingSet:
@@ -51,7 +53,8 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
         seed=cfg.seed,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        **cfg.dataset.model_dump(exclude={"type", "path", "max_bad_fraction"}),
+        captions=cfg.dataset.captions(cfg.seed),
+        **cfg.dataset.model_dump(exclude=NOT_OF_FILES),
     )
 
 
@@ -119,6 +122,7 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
     """What data order and random draws depend on, as a checkpoint keeps it."""
     state: dict[str, Any] = {
         "seed": cfg.seed,
+        "accumulation_steps": cfg.accumulation_steps,
         "batch_size": cfg.batch_size,
         "num_samples": num_samples,
     }
@@ -130,11 +134,13 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 
 
 def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: int) -> int:
-    """Micro-batches of a step: the config's number, the checkpoint's, or one for each replica."""
-    if cfg.micro_batches_per_step is not None:
-        return cfg.micro_batches_per_step
+    """Micro-batches of a step: the config's number, the checkpoint's, or ``accumulation_steps`` for
+    each replica.
+    """
+    if cfg.micro_batches_per_step is None and "micro_batches_per_step" in state:
+        return int(state["micro_batches_per_step"])
     replicas = max(1, world_size // cfg.sp_size) if isinstance(cfg.sp_size, int) else world_size
-    return state.get("micro_batches_per_step") or replicas
+    return cfg.micro_batches(replicas)
 
 
 def largest_batch(cfg: TrainConfig) -> int:

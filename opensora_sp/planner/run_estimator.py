@@ -118,7 +118,7 @@ class RunEstimator:
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
             replicas = num_gpus // self.ranks
-            self.micro_batches = -(-(cfg.micro_batches_per_step or replicas) // replicas)
+            self.micro_batches = -(-cfg.micro_batches(replicas) // replicas)
         else:
             process = build_component(cfg.scheduler, SCHEDULERS)
             by_frames = cfg.cond_type is not None
@@ -207,7 +207,7 @@ class RunEstimator:
             stage=self.cfg.zero_stage,
             element_size=self.dtype.itemsize,
             accumulates=self.micro_batches > 1,
-            accumulates_locally=self.cfg.schedules_groups,
+            accumulates_locally=self.cfg.accumulates_locally,
         )
 
     @cached_property

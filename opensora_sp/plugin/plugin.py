@@ -133,7 +133,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
             overlap_communication=overlap,
-            accumulate_locally=getattr(cfg, "schedules_groups", False),
+            accumulate_locally=getattr(cfg, "accumulates_locally", False),
             sequence_parallel={
                 **dict(getattr(cfg, "sequence_parallel", None) or {}),
                 "cost_model": cost_model_of(getattr(cfg, "cost_model", None)),

@@ -2,9 +2,11 @@
 
 The autoencoder decodes each piece of a clip independently (``independent_pieces``). In each turn
 every rank decodes one piece and sends the frames to the rank that writes their video. So a rank
-holds at most P decoded pieces. A clip whose chunks share frames (``temporal_overlap``) is one
-piece, so memory grows with its length. A piece is decoded by the same call on
-every rank, so the frames are bitwise equal on any number of processes.
+holds at most P decoded pieces. A piece is decoded by the same call on every rank, so the frames are
+bitwise equal on any number of processes.
+
+Frames that neighbouring pieces share (``chunk_overlap``) are the mean of both. Each piece's version
+is sent in float32, and the writer holds that of one piece until the next one arrives.
 
 Legend: B videos, c latent channels, f x h x w latent size, P ranks of the SP group.
 """
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +33,34 @@ Frames = Iterator[tuple[int, np.ndarray]]
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of one loop of one video; its first ``skipped`` frames repeat the loop before."""
+    """A piece of one loop of one video.
+
+    Attributes:
+        skipped: of its first frames, those that repeat the loop before.
+        joined, held: of its first and last frames, those that it shares with the units before and
+            after it.
+    """
 
     video: int
     part: int
     piece: Piece
     skipped: int
+    joined: int = 0
+    held: int = 0
 
     @property
     def num_frames(self) -> int:
         return self.piece.frames.stop - self.piece.frames.start - self.skipped
+
+
+class Decoded(NamedTuple):
+    """The frames of a unit: its own as uint8 ``[F, height, width, 3]``, and those that it shares
+    with the units before and after it, float32 ``[3, F, height, width]`` on the CPU.
+    """
+
+    joined: Tensor
+    own: np.ndarray
+    held: Tensor
 
 
 def decode(
@@ -65,12 +85,19 @@ def decode(
     # A single loop overlaps with none, whatever lengths its autoencoder takes.
     skipped = frames_of(vae.latent_size, overlap, num_frames, size) if len(parts) > 1 else 0
     units = _units(len(parts), pieces, skipped)
+    held: dict[int, Tensor] = {}
     for turn in turns(units, count, mesh.sp_size):
-        frames = None
+        decoded = None
         if mesh.sp_rank < len(turn):
             unit = turn[mesh.sp_rank]
-            frames = _decode_one(vae, parts[unit.part][unit.video], unit, size)
-        yield from _to_writers(turn, frames, mesh)
+            decoded = _decode_one(vae, parts[unit.part][unit.video], unit, size)
+
+        for video, one in _to_writers(turn, decoded, mesh):
+            if one.joined.shape[1]:
+                yield video, to_frames((held[video] + one.joined) / 2)
+            if len(one.own):
+                yield video, one.own
+            held[video] = one.held
 
 
 def collected(frames: Frames, count: int) -> list[np.ndarray]:
@@ -118,29 +145,40 @@ def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[U
 
 def _units(num_parts: int, pieces: Sequence[Piece], shared: int) -> list[Unit]:
     """The units of one video; each part repeats ``shared`` frames of the one before."""
+    # Frames that each piece shares with the one before it, and the last one with none after it.
+    between = [before.frames.stop - after.frames.start for before, after in pairwise(pieces)]
+    overlaps = [0, *between, 0]
+
     units = []
-    for part, piece in product(range(num_parts), pieces):
-        unit = Unit(0, part, piece, skipped=max(0, shared - piece.frames.start) if part else 0)
+    for part, number in product(range(num_parts), range(len(pieces))):
+        skipped = max(0, shared - pieces[number].frames.start) if part else 0
+        unit = Unit(0, part, pieces[number], skipped)
         if unit.num_frames > 0:
-            units.append(unit)
+            joined = max(0, overlaps[number] - skipped)
+            held = min(overlaps[number + 1], unit.num_frames)
+            units.append(replace(unit, joined=joined, held=held))
     return units
 
 
 @torch.no_grad()
-def _decode_one(vae: Any, latents: Tensor, unit: Unit, size: tuple[int, int]) -> np.ndarray:
-    """uint8 ``[F, height, width, 3]`` of one unit of latents ``[c, f, h, w]``."""
+def _decode_one(vae: Any, latents: Tensor, unit: Unit, size: tuple[int, int]) -> Decoded:
+    """The frames of one unit of latents ``[c, f, h, w]``."""
     num_frames = unit.num_frames + unit.skipped
     decoded = vae.decode(latents[None, :, unit.piece.latents].float(), num_frames=num_frames)
-    video = decoded[0]  # [3, F, height, width]
-    return to_frames(video[:, unit.skipped :, : size[0], : size[1]])
+    video = decoded[0, :, unit.skipped :, : size[0], : size[1]]  # [3, F, height, width]
+
+    last = unit.num_frames - unit.held
+    joined, own, held = video.tensor_split((unit.joined, last), dim=1)
+    # Copies, which do not keep the other frames in memory.
+    return Decoded(joined.float().cpu().clone(), to_frames(own), held.float().cpu().clone())
 
 
 def _to_writers(
-    turn: Sequence[Unit], own: np.ndarray | None, mesh: SequenceMesh
-) -> list[tuple[int, np.ndarray]]:
+    turn: Sequence[Unit], own: Decoded | None, mesh: SequenceMesh
+) -> list[tuple[int, Decoded]]:
     """Send each unit's frames to its writer; returns those that this rank writes.
 
-    Frames are uint8 and travel through the CPU process group (gloo).
+    They travel through the CPU process group (gloo).
     """
     group: Any = mesh.host_group
     received = []

@@ -228,6 +228,9 @@ class Pipeline:
         The level is the share of the noise schedule in which a frame is generated.
         """
         align = getattr(self.vae, "chunk_latent_frames", None)
+        if getattr(self.vae, "chunk_overlap", 0):
+            # A frame may begin anywhere: the release aligns none with these chunks.
+            align = None
         latents, levels = [], []
         for noise, one in zip(z, conditioning, strict=True):
             inserted, level = insert_references(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
+from opensora_sp.data.captions import score_words, with_sentences
 from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import (
     planned_decoded_frames,
@@ -30,24 +31,6 @@ from .lettering import JOINERS
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200
-# Scores in words, as in Open-Sora 1.3, by their lower bounds.
-AESTHETIC_WORDS = {
-    -math.inf: "terrible",
-    4: "very poor",
-    4.5: "poor",
-    5: "fair",
-    5.5: "good",
-    6: "very good",
-    6.5: "excellent",
-}
-MOTION_WORDS = {
-    -math.inf: "very low",
-    0.5: "low",
-    2: "fair",
-    5: "high",
-    10: "very high",
-    20: "extremely high",
-}
 # Of a run; the others are of a prompt.
 MAX_VIDEOS = 100_000
 MAX_CHARACTERS, MAX_REFERENCES = 20_000, 64
@@ -215,13 +198,11 @@ def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
 
     A score that the prompt states itself is kept.
     """
-    sentences = _score_words(cfg) if cfg.score_style == "words" else _score_numbers(cfg)
-
-    def scored(text: str) -> str:
-        for phrase, sentence in sentences.items():
-            if sentence is not None and phrase not in text:
-                text += f" {sentence}."
-        return text
+    if cfg.score_style == "words":
+        sentences = score_words(cfg.aes, cfg.flow, cfg.camera_motion)
+    else:
+        sentences = _score_numbers(cfg)
+    scored = functools.partial(with_sentences, sentences=sentences)
 
     if not prompt.text.startswith("|"):
         return replace(prompt, text=scored(prompt.text))
@@ -240,28 +221,6 @@ def _score_numbers(cfg: InferenceConfig) -> dict[str, str | None]:
         "camera motion:": cfg.camera_motion,
     }
     return {name: None if value is None else f"{name} {value}" for name, value in values.items()}
-
-
-def _score_words(cfg: InferenceConfig) -> dict[str, str | None]:
-    """``_score_numbers`` in the words of Open-Sora 1.3."""
-    aes, flow = _graded(cfg.aes, AESTHETIC_WORDS), _graded(cfg.flow, MOTION_WORDS)
-    camera = cfg.camera_motion
-    return {
-        "aesthetic score is": aes and f"The aesthetic score is {aes}",
-        "motion strength is": flow and f"The motion strength is {flow}",
-        "camera motion:": camera and f"camera motion: {camera}",
-    }
-
-
-def _graded(score: float | str | None, words: dict[float, str]) -> str | None:
-    """The word of the highest bound that a score reaches; texts that are no numbers stay."""
-    if score is None:
-        return None
-    try:
-        reached = [word for bound, word in words.items() if float(score) >= bound]
-    except ValueError:
-        return str(score)
-    return reached[-1]
 
 
 def batches_of(

@@ -180,8 +180,8 @@ def _check_same_order(
             checkpoint,
         )
     columns = by_name(dataset.fingerprint)
-    # Former versions have one order.
-    state = {"batch_order": "by_cost", **state}
+    # Former versions have one order, and no accumulation_steps.
+    state = {"batch_order": "by_cost", "accumulation_steps": 1, **state}
     recorded = {key: state.get(key) for key in ours} | by_name(state.get("manifest_columns", {}))
     found = changes(ours | columns, recorded)
     of_clips = found.keys() & {*OF_CLIPS, *columns}

@@ -33,6 +33,23 @@ class ChunkedVAE:
         return mixed.repeat_interleave(2, dim=2)[:, :, :num_frames]
 
 
+class OverlappingVAE:
+    """Chunks of five frames are two latent frames; neighbours share a frame, the mean of both."""
+
+    channels, scale, chunk_frames, chunk_latent_frames, chunk_overlap = 3, 1.0, 5, 2, 1
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        return 2 * max(1, -(-(num_frames - 1) // 4)), height, width
+
+    def decode(self, latents: torch.Tensor, *, num_frames: int) -> torch.Tensor:
+        chunks = [z.repeat_interleave(3, dim=2)[:, :, :5] for z in latents.split(2, dim=2)]
+        whole = chunks[0]
+        for chunk in chunks[1:]:
+            shared = (whole[:, :, -1:] + chunk[:, :, :1]) / 2
+            whole = torch.cat([whole[:, :, :-1], shared, chunk[:, :, 1:]], dim=2)
+        return whole[:, :, :num_frames]
+
+
 class FrameVAE(PatchPoolVAE):
     """Frame by frame, three at a time."""
 
@@ -42,7 +59,12 @@ class FrameVAE(PatchPoolVAE):
         super().__init__(pool=(1, 2, 2))
 
 
-VAES = {"chunks": ChunkedVAE, "frames": FrameVAE, "whole": lambda: PatchPoolVAE((2, 2, 2))}
+VAES = {
+    "chunks": ChunkedVAE,
+    "overlapping": OverlappingVAE,
+    "frames": FrameVAE,
+    "whole": lambda: PatchPoolVAE((2, 2, 2)),
+}
 CASES = list(product(VAES, (1, 2, 3, 4), (1, 2)))
 
 
@@ -71,7 +93,7 @@ def test_frames_are_those_of_one_process_and_the_work_is_shared() -> None:
             # One rank writes it.
             (ours,) = (videos[video] for videos, _ in of_rank if len(videos[video]))
             assert torch.equal(ours, one), case
-            overlap = {"chunks": 4, "frames": 2, "whole": 4}[case[0]]
+            overlap = {"chunks": 4, "overlapping": 5, "frames": 2, "whole": 4}[case[0]]
             assert len(one) == 11 + (case[2] - 1) * (11 - overlap), case
         shares = [own for _, own in of_rank]
         assert sum(shares) == calls and max(shares) <= math.ceil(calls / num_ranks), (case, shares)

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from exact_runs import exact_model, relative_error, train_exactly
 from mixed_clips import BUCKETS, TRAIN, write_mixed_set
-from random_weights import draw_weights
 from ranks import run_ranks
 from runs import batch_of, features_of, losses
 from safetensors.torch import load_file
-from world_runs import train_in_worlds
 
 from opensora_sp.config import TrainConfig, build_component, load_train_config
 from opensora_sp.config.components import SCHEDULERS
@@ -33,7 +29,6 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.cost_model import CPU
 from opensora_sp.runtime.cost_model_file import write_cost_model
 from opensora_sp.training.metrics import read_metrics
-from opensora_sp.training.trainer import Trainer
 
 STEPS, PER_STEP, LR, MOMENTUM, DECAY = 3, 4, 0.02, 0.8, 0.75
 # Links cost nothing and launches little, so that "auto" shares micro-batches among CPUs as well.
@@ -53,34 +48,15 @@ MIXED = [
     "grad_clip=0",
 ]
 
-
-def exact_model(trainer: Any, cfg: TrainConfig) -> Any:
-    """In place of ``Trainer._build_model``: in float64, with random weights."""
-    torch.manual_seed(cfg.seed)
-    model = cfg.model_spec.build().double()
-    return draw_weights(model, seed=1, std=0.1)
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Trainers have such a model, and ZeRO steps its weights themselves."""
-    from opensora_sp.plugin import SequenceParallelPlugin
-
-    without_copies = partialmethod(SequenceParallelPlugin.__init__, master_weights=False)
-    with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(Trainer, "_build_model", exact_model))
-        patched.enter_context(mock.patch.object(SequenceParallelPlugin, "__init__", without_copies))
-        yield
-
-
-def train_exactly(config: Path, runs: list[tuple[int, list[str], str | None]]) -> None:
-    with in_float64():
-        train_in_worlds(config, runs)
+# As many micro-batches of a step on two ranks, of nearly one cost.
+ACCUMULATED = ["batch_order=by_cost", "micro_batches_per_step=None", "accumulation_steps=2"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs on three and two ranks, at ZeRO 2 and 1, and with both weights of losses."""
+    """Runs on three and two ranks, at ZeRO 2 and 1, and with both weights of losses; and one that
+    accumulates a fixed number of micro-batches.
+    """
     folder = tmp_path_factory.mktemp("exact")
     manifest = write_mixed_set(folder, broken=())
     (folder / "config.py").write_text(
@@ -90,9 +66,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_cost_model(folder / "links.json", FREE_LINKS, facts)
 
     auto = [*MIXED, "sp_size=auto", f"cost_model={folder / 'links.json'}"]
+    accumulated = [*MIXED, *ACCUMULATED, "loss_weight=micro_batch"]
     runs: list[tuple[int, list[str], str | None]] = [
         (3, [*auto, f"outputs={folder / 'three'}"], None),
         (2, [*auto, "zero_stage=1", "loss_weight=micro_batch", f"outputs={folder / 'two'}"], None),
+        (2, [*accumulated, f"outputs={folder / 'accumulated'}"], None),
     ]
     run_ranks(3, train_exactly, folder / "config.py", runs)
     return folder
@@ -131,9 +109,16 @@ def one_process(cfg: TrainConfig) -> Iterator[tuple[float, dict[str, Any], dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "loss_weight"), [("three", "sample"), ("two", "micro_batch")])
-def test_whole_steps_equal_one_process(folder: Path, name: str, loss_weight: str) -> None:
-    cfg = load_train_config(folder / "config.py", [*MIXED, f"loss_weight={loss_weight}"])
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("three", []),
+        ("two", ["loss_weight=micro_batch"]),
+        ("accumulated", [*ACCUMULATED, "loss_weight=micro_batch"]),
+    ],
+)
+def test_whole_steps_equal_one_process(folder: Path, name: str, own: list[str]) -> None:
+    cfg = load_train_config(folder / "config.py", [*MIXED, *own])
     found = losses(folder / name)
     assert len(found) == STEPS
 
@@ -160,11 +145,3 @@ def test_these_steps_take_groups_of_several_sizes(folder: Path) -> None:
 
     state = json.loads((folder / "three" / f"step_{STEPS:08d}" / "state.json").read_text())
     assert state["batch_order"] == "mixed" and state["schedule"]["world_size"] == 3
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference over the largest entry."""
-    assert found.dtype == wanted.dtype
-    if not wanted.is_floating_point() or not wanted.any():
-        return float((found != wanted).any())
-    return float((found - wanted).abs().max() / wanted.abs().max())

@@ -91,6 +91,9 @@ def test_configs_of_1_3_load(tmp_path: Path) -> None:
     assert cfg.scheduler["drop_condition"]["keep"] == 0.7
     assert cfg.scheduler["legacy_frame_count"] == "v1.3"
     assert cfg.vae["temporal_overlap"] and cfg.vae["normalization"] == "video"
+    # Of a step, where Open-Sora counts its two micro-batches.
+    assert (cfg.accumulation_steps, cfg.warmup_steps) == (2, 500)
+    assert cfg.ema_decay == pytest.approx(0.99**2) and not cfg.ema_warmup
 
     sampling = load_inference_config(tmp_path / "sample.py")
     assert sampling.cond_type == "i2v_head" and sampling.score_style == "words"
@@ -314,7 +317,8 @@ def train_them(folder: Path) -> dict[str, Any]:
             if name == "v10"
             else [*BUCKETED]
         )
-        own += WINDOWED if name == "v13" else []
+        # Two micro-batches are a step.
+        own += [*WINDOWED, "epochs=2"] if name == "v13" else []
         cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
         if name == "v10" and dist.get_rank() == 0:
             (folder / "v10_dump.py").write_text(dump_config(cfg))
@@ -361,7 +365,8 @@ def test_they_train(tmp_path: Path) -> None:
     write_manifest(tmp_path / "mixed.csv", frames)
     found = run_ranks(2, train_them, tmp_path)[0]
 
-    assert {steps for steps, *_ in found.values()} == {2}  # one epoch of four clips
+    # One epoch of four clips, or two with as many micro-batches to a step.
+    assert {steps for steps, *_ in found.values()} == {2}
     frozen = {name: {key.partition(".")[0] for key in keys} for name, (_, keys, _) in found.items()}
     assert frozen["v12"] - frozen["v11"] == {"y_embedder"} and "y_embedder" not in frozen["v10"]
     assert frozen["v13"] - frozen["v11"] == {"y_embedder"}

@@ -209,7 +209,7 @@ ema_decay = 0.99
 adam_eps = 1e-15
 warmup_steps = 1000
 use_cosine_scheduler = False
-accumulation_steps = 1
+accumulation_steps = 2
 """
 SAMPLING_1_3 = f"""
 num_frames = 113
@@ -346,6 +346,10 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     ],
     "num_bucket_build_workers": [(16, {}, {})],
     "prefetch_factor": [(2, {}, {})],
+    "noise_augmentation": [(False, {}, {}), (True, {}, "clips are trained on as they are")],
+    "noise_prob": [({"gaussian_pixel": 0.5}, {}, {})],
+    "noise_strength": [({"gaussian_pixel": 0.4}, {}, {})],
+    "num_eval_timesteps": [(10, {}, "opensora-sp eval")],
     "load_text_features": [(False, {}, {}), (True, {}, "captions are encoded")],
     "mask_ratios": [
         ([0.6, 0.1, 0.1, 0.1, 0.1], {}, {"mask_ratios.quarter_random": 0.1}),
@@ -404,6 +408,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "model.use_x_mask": [(True, {}, {})],
     "model.no_temporal_pos_emb": [(False, {}, {}), (True, {}, "temporal position embeddings")],
     "model.skip_temporal": [(False, {}, {}), (True, {}, "temporal attention")],
+    "model.adapt_16ch": [(False, {}, {}), (True, {}, "load weights for 16")],
     "model.force_huggingface": [(True, {}, {})],
     "model.freeze_y_embedder": [
         (True, {}, {"freeze": ("y_embedder.*",)}),
@@ -437,6 +442,14 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "vae.type": [
         ("VideoAutoencoderPipeline", {}, "OpenSoraVAE_V1_2"),
         ("PatchPoolVAE", {}, {"vae.type": "PatchPoolVAE"}),
+        (
+            "OpenSoraVAE_V1_3",
+            {"lr": 1.0},
+            {"model.use_cond": True, "model.in_channels": 16, "score_style": None},
+        ),
+        ("OpenSoraVAE_V1_3", {"fps": 24, "dtype": "bf16"}, {"score_style": "words"}),
+        ("OpenSoraVAE_V1_3", {}, {"model.use_cond": None}),
+        ("OpenSoraVAE_V1_2", {"lr": 1.0}, {"model.use_cond": None}),
     ],
     "model.local_files_only": [(True, {}, {})],
     "vae.local_files_only": [(True, {}, {})],
@@ -482,6 +495,11 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
             "use_oscillation_guidance_for_image": False,
         }.items()
     },
+    "scheduler.dynamic_thresholding": [
+        (False, {}, {}),
+        (True, {}, "which no sampler of its calls"),
+    ],
+    "scheduler.thresholding": [(False, {}, {}), (0.995, {}, "which no sampler of its calls")],
     "drop_condition": [
         ({"keep": 1}, {}, {"scheduler.drop_condition": {"keep": 1}}),
         (
@@ -491,14 +509,26 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         ),
     ],
     "use_cosine_scheduler": [(True, {}, {"lr_schedule": "cosine"}), (False, {}, {})],
-    "accumulation_steps": [(1, {}, {}), (4, {}, "set accumulation_steps=None")],
+    "accumulation_steps": [
+        (4, {}, {"accumulation_steps": 4}),
+        (None, {}, {"accumulation_steps": None}),
+    ],
+    "warmup": [(100, {}, {"warmup_steps": None})],
+    "warmup_steps": [
+        (None, {}, {}),
+        (1001, {"lr": 1.0, "accumulation_steps": 4}, {"warmup_steps": 251}),
+        (1001, {"lr": 1.0, "accumulation_steps": 1}, {"warmup_steps": 1001}),
+        (1001, {"accumulation_steps": 4}, {"warmup_steps": 1001}),
+    ],
+    "ema_decay": [
+        (None, {}, {}),
+        (0.5, {"lr": 1.0, "accumulation_steps": 2}, {"ema_decay": 0.25}),
+        (0.5, {"accumulation_steps": 2}, {"ema_decay": 0.5}),
+    ],
     "lr": [(1e-4, {}, {"optimizer.lr": 1e-4}), (1e-4, {"optimizer.lr": 1.0}, "got both lr")],
     "adam_eps": [(1e-15, {}, {"optimizer.eps": 1e-15})],
     "weight_decay": [(0.1, {}, {"optimizer.weight_decay": 0.1})],
-    **{
-        key: [(None, {}, {})]
-        for key in ("warmup_steps", "grad_clip", "ema_decay", "epochs", "sp_size")
-    },
+    **{key: [(None, {}, {})] for key in ("grad_clip", "epochs", "sp_size")},
     "prompt": [
         ("a fox", {"fps": 24}, {"prompts": ["a fox"]}),
         (["a"], {"fps": 24}, {"prompts": ["a"]}),

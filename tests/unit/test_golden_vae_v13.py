@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import golden_values
+import numpy as np
 import pytest
 import torch
 from golden_values import GOLDEN, close_gradient, close_sum, under
 from safetensors.torch import save_file
 
+from opensora_sp.data import to_frames
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
     OpenSoraVAEv13,
@@ -35,7 +37,10 @@ from opensora_sp.encoders.space_time_vae import (
     tile_convolutions,
 )
 from opensora_sp.encoders.video_vae import CausalConv3d
+from opensora_sp.memory import LivePeak
+from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.conditioning import parse_prompt
+from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.requests import Request, latent_frames
 
 pytestmark = pytest.mark.core
@@ -190,26 +195,80 @@ def test_clips_in_chunks(name: str, golden: tuple, folder: Path) -> None:
         vae.decode(latents, num_frames=frames + 1)
 
 
+def test_memory_of_a_tiled_convolution_is_that_of_a_tile() -> None:
+    """Beside its input and output, however long these are."""
+
+    def beside(length: int) -> int:
+        conv = torch.nn.Conv3d(4, 4, 3, padding=1).requires_grad_(False)
+        tile_convolutions(torch.nn.Sequential(conv), 8)
+        x = torch.randn(1, 4, 6, length, 6)
+        with LivePeak() as live:
+            out = conv(x)
+        return live.peak - out.nbytes
+
+    # A tile of 8 rows with its halo, and what it gives.
+    assert beside(30) == beside(62) == beside(126) == 4 * (4 * 6 * 6) * (10 + 8)
+
+
 @pytest.mark.parametrize("tiled", [False, True])
 def test_independent_pieces_are_those_of_the_whole(
     tiled: bool, golden: tuple, folder: Path
 ) -> None:
-    """Chunks without overlap stand alone; chunks that share a frame are one piece."""
+    """Chunks stand alone; those that share a frame but for this one, whose mean the whole has."""
     _, tensors = golden
     options = dict(micro_batch_size=1, micro_frame_size=5, use_tiled_conv3d=tiled, tile_size=4)
-    vae = OpenSoraVAEv13(str(folder), normalization="video", **options)
-    x = tensors["plain5_clip10_batch2/input/x"][:1]
-    z, decoded = vae.encode(x), vae.decode(vae.encode(x), num_frames=10)
-    pieces = independent_pieces(vae, num_frames=10, latent_frames=z.shape[2])
-    assert len(pieces) == 2
-    for piece in pieces:
-        torch.testing.assert_close(vae.encode(x[:, :, piece.frames]), z[:, :, piece.latents])
-        own = vae.decode(z[:, :, piece.latents], num_frames=5)
-        torch.testing.assert_close(own, decoded[:, :, piece.frames])
+    for overlaps, frames in ((False, 10), (True, 9)):
+        vae = OpenSoraVAEv13(
+            str(folder), normalization="video", temporal_overlap=overlaps, **options
+        )
+        x = tensors["plain5_clip10_batch2/input/x"][:1, :, :frames]
+        z = vae.encode(x)
+        decoded = vae.decode(z, num_frames=frames)
+        pieces = independent_pieces(vae, num_frames=frames, latent_frames=z.shape[2])
+        assert len(pieces) == 2
+        own = []
+        for piece in pieces:
+            assert torch.equal(vae.encode(x[:, :, piece.frames]), z[:, :, piece.latents])
+            own.append(vae.decode(z[:, :, piece.latents], num_frames=5))
 
-    for more in ({"temporal_overlap": True}, {"normalization": "video_5frames"}):
-        whole = OpenSoraVAEv13(str(folder), **options | more)
-        assert len(independent_pieces(whole, num_frames=9, latent_frames=4)) == 1
+        if overlaps:
+            shared = (own[0][:, :, -1:] + own[1][:, :, :1]) / 2
+            own = [own[0][:, :, :-1], shared, own[1][:, :, 1:]]
+        assert torch.equal(torch.cat(own, dim=2), decoded)
+
+    whole = OpenSoraVAEv13(str(folder), **options, normalization="video_5frames")
+    assert len(independent_pieces(whole, num_frames=9, latent_frames=4)) == 1
+
+
+def test_memory_of_decoding_is_that_of_a_chunk(folder: Path) -> None:
+    """Counted where sampling decodes, with the overlap, tiles and statistics of the release."""
+    vae = OpenSoraVAEv13(
+        str(folder),
+        normalization="video",
+        micro_batch_size=1,
+        micro_batch_size_2d=4,
+        micro_frame_size=5,
+        temporal_overlap=True,
+        use_tiled_conv3d=True,
+        tile_size=4,
+    )
+
+    def peak(num_frames: int) -> int:
+        size = vae.latent_size(num_frames, 16, 16)
+        z = torch.randn(1, 16, *size, generator=torch.Generator().manual_seed(0))
+        whole = to_frames(vae.decode(z, num_frames=num_frames)[0])
+        pieces = partial(
+            decode, vae, [z], num_frames=num_frames, size=(16, 16), overlap=1, mesh=SequenceMesh(1)
+        )
+        assert np.array_equal(np.concatenate([part for _, part in pieces()]), whole)
+
+        with LivePeak() as live:
+            done = sum(len(part) for _, part in pieces())
+        assert done == num_frames
+        return live.peak
+
+    # Three chunks, and six.
+    assert 0 < peak(13) == peak(25)
 
 
 def test_sizes_of_latents_are_those_of_the_release_for_whole_chunks() -> None:
