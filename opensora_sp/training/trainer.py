@@ -19,7 +19,7 @@ from opensora_sp.checkpoint import (
     load_model,
 )
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
+from opensora_sp.data import BucketPlan, LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.dtypes import DTYPES
@@ -134,8 +134,17 @@ class Trainer:
             self.module, self.mesh, cfg.check_sync_every, self.tensors.shards
         )
         self.validator = Validator(self)
+        buckets = None
+        if isinstance(self.plan, BucketPlan):
+            buckets = self.plan.buckets_with_clips(self.start)
         self.activations = ActivationBudget(
-            cfg, self.module, self.mesh, device, reserved=encoders, options=self.options
+            cfg,
+            self.module,
+            self.mesh,
+            device,
+            reserved=encoders,
+            buckets=buckets,
+            options=self.options,
         )
         self.meter = Meter(
             self.module,
