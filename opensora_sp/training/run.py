@@ -67,7 +67,7 @@ def train(
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         if cfg.schedules_groups:
             # Ranks that count another number of ranks on a node would form other groups.
-            compared["ranks_per_node"] = os.environ.get("LOCAL_WORLD_SIZE")
+            compared["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "not set")
     from opensora_sp.plugin import current_device, launch
 
     launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))
