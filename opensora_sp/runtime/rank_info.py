@@ -57,7 +57,7 @@ def find_conflict(joined: list[RankInfo]) -> str | None:
 
 
 def find_differences(joined: list[RankInfo]) -> str:
-    """The versions, or else launches or settings, that are not equal on all ranks; empty if all are."""
+    """The versions, launches or settings that are not equal on all ranks; empty if all are."""
     joined = sorted(joined, key=lambda one: one.rank)
 
     versions = differences(joined, "versions")
