@@ -160,6 +160,11 @@ class BucketPlan:
         for number in range(self.epoch_of(steps - 1).number + 1):
             yield number, self.epoch(number).members
 
+    def buckets_with_clips(self, step: int) -> set[str]:
+        """Names of the buckets that have clips in the epoch of a step."""
+        counts = self.epoch_of(step).counts
+        return {self.buckets.entries[entry].name for entry, of in counts.items() if of.clips}
+
     def describe(self, step: int = 0) -> list[str]:
         """The report before training: the contents of each bucket, and why clips were dropped."""
         epoch = self.epoch(0) if step == 0 else self.epoch_of(step)

@@ -146,9 +146,7 @@ class STDiT3(ConditionedModel):
             t = (t[:, :, None] + of_frames[:, None]).flatten(1, 2)  # [B, m * T, C]
         text = self.embed_text(y, mask, drop_caption)
         if mask_index:
-            nulls = torch.ones(len(x), dtype=torch.bool) if y_null is None else None
-            null_text = self.embed_text(y if y_null is None else y_null, mask, nulls)
-            text = text.followed_by(null_text)
+            text = text.followed_by(self.embed_null_text(y, y_null, mask, len(x)))
         conditioning = Conditioning(
             self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
             self.conditioning_frames(x_mask),  # [B, T]
@@ -214,6 +212,14 @@ class STDiT3(ConditionedModel):
             return with_zero_gradients(x, *embed.parameters(), *embed_mask.parameters())
         frames = embed(self.patchify(cond, rows)) + embed_mask(self.patchify(cond_mask, rows))
         return x + frames
+
+    def embed_null_text(
+        self, y: Tensor | Text, y_null: Tensor | Text | None, mask: Tensor | None, num_samples: int
+    ) -> Text:
+        """What conditioning frames attend to: ``y_null``, or y with all captions dropped."""
+        if y_null is not None:
+            return self.embed_text(y_null, mask, None)
+        return self.embed_text(y, mask, torch.ones(num_samples, dtype=torch.bool))
 
     def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
         """Captions packed and projected; with ``skip_y_embedder`` they are already."""

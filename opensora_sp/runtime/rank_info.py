@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 MAX_RANKS = 8  # that a message lists
+RANKS_OF_HOST, UNSET = "LOCAL_WORLD_SIZE", "not set"  # a variable of launchers
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class RankInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+
+    @property
+    def launch(self) -> Mapping[str, Any]:
+        """Of the settings, those that a launcher makes, not the config."""
+        return {name: self.settings[name] for name in self.settings.keys() & {RANKS_OF_HOST}}
 
     @property
     def name(self) -> str:
@@ -51,7 +57,7 @@ def find_conflict(joined: list[RankInfo]) -> str | None:
 
 
 def find_differences(joined: list[RankInfo]) -> str:
-    """The versions, or else the settings, that are not equal on all ranks; empty if all are."""
+    """The versions, launches or settings that are not equal on all ranks; empty if all are."""
     joined = sorted(joined, key=lambda one: one.rank)
 
     versions = differences(joined, "versions")
@@ -59,6 +65,13 @@ def find_differences(joined: list[RankInfo]) -> str:
         return (
             f"got different versions: {versions}; expected the same software and kind of device on "
             "every rank; install the same everywhere; see opensora-sp doctor"
+        )
+
+    launch = differences(joined, "launch")
+    if launch:
+        return (
+            f"got different launches: {launch}; expected the same on every rank; start all hosts "
+            "by one launcher, with the same --nproc_per_node"
         )
 
     settings = differences(joined, "settings")

@@ -28,7 +28,14 @@ from opensora_sp.polling import wait_until
 from .bounded_store import BoundedStore
 from .environment import Launch
 from .host_checks import check_devices, check_machine
-from .rank_info import RankInfo, find_conflict, find_differences, format_ranks
+from .rank_info import (
+    RANKS_OF_HOST,
+    UNSET,
+    RankInfo,
+    find_conflict,
+    find_differences,
+    format_ranks,
+)
 from .versions import device_kind, versions
 
 logger = logging.getLogger(__name__)
@@ -136,6 +143,9 @@ class Rendezvous:
         """
         launch = self.launch
         software = {**versions(), "device": device_kind()}
+        # Which groups lie on one node follows from it, and by that how ranks share a batch.
+        of_host = "set" if RANKS_OF_HOST in os.environ else UNSET
+        settings = {RANKS_OF_HOST: of_host, **settings}
         info = RankInfo(launch.rank, launch.world_size, self.host, software, settings, error)
 
         with reporting_lost_store(launch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Container, Sequence
 from itertools import chain
 
 import psutil
@@ -26,11 +27,14 @@ logger = logging.getLogger(__name__)
 class ActivationBudget:
     """Sets the levels of gradient checkpointing before each forward pass. Made collectively.
 
-    With ``grad_checkpoint="auto"`` the levels of all buckets are planned here, each by one rank.
+    With ``grad_checkpoint="auto"`` the levels of all buckets that have clips are planned here, each
+    by one rank. A bucket without clips decides nothing; where a later epoch draws some for it, the
+    first batch is planned when it comes.
 
     Args:
         module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
+        buckets: names of those with clips; None for all.
         options: of sequence parallelism, as the model runs with them.
 
     Raises:
@@ -44,6 +48,7 @@ class ActivationBudget:
         mesh: SequenceMesh,
         device: torch.device,
         reserved: int,
+        buckets: Container[str] | None,
         options: Options | None = None,
     ) -> None:
         self.cfg, self.module, self.mesh, self.device = cfg, module, mesh, device
@@ -60,7 +65,8 @@ class ActivationBudget:
         # Of each process, before it pins any.
         self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
         self._run = estimator_of(cfg, module, mesh, self.memory, device, options)
-        self._plan()
+        names = [name for name in batches_by_name(cfg) if buckets is None or name in buckets]
+        self._plan(names)
 
     def fit(self, latents: torch.Size) -> None:
         """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)`` of the
@@ -86,10 +92,9 @@ class ActivationBudget:
             )
         self.module.set_grad_checkpoint(planned.levels)
 
-    def _plan(self) -> None:
-        """Plan the batches of all buckets, each on one rank. Collective."""
+    def _plan(self, names: Sequence[str]) -> None:
+        """Plan the batches of these buckets, each on one rank. Collective."""
         began, mesh = time.perf_counter(), self.mesh
-        names = list(batches_by_name(self.cfg))
         own: list[BucketLevels] = []
         for name in names[mesh.rank :: mesh.world_size]:
             own += plan_bucket(self._run, name, self._degrees(name), self.memory)

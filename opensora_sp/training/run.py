@@ -19,6 +19,7 @@ from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 
 from .ending import nothing_left
 from .metrics import log_to
@@ -67,7 +68,7 @@ def train(
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         if cfg.schedules_groups:
             # Ranks that count another number of ranks on a node would form other groups.
-            compared["ranks_per_node"] = os.environ.get("LOCAL_WORLD_SIZE")
+            compared[RANKS_OF_HOST] = os.environ.get(RANKS_OF_HOST, UNSET)
     from opensora_sp.plugin import current_device, launch
 
     launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from opensora_sp.checkpoint import (
-    NamedShards,
-    check_encoders,
-    fitted,
-    load_model,
-)
+from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
+from opensora_sp.data import BucketPlan, LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.dtypes import DTYPES
@@ -43,34 +37,24 @@ from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
 from .batch_sizes import with_chosen_batch_sizes
-from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
-from .ending import advice_for_long_steps, command_to_resume, conclude
+from .ending import command_to_resume, conclude
 from .freeze import choose_trained
 from .lora import check_base, load_base
 from .meter import Meter
 from .metrics import Reporter, draw_loss
 from .optimizer import learning_rate, make_optimizer
-from .outcomes import Outcome, PendingOutcome
+from .outcomes import PendingOutcome
 from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
 from .rank_batches import make_rank_batches, schedule_state, warn_of_other_schedule
+from .step_log import StepLog
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
 from .validation import Validator, encoders_of_validation
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Interval:
-    """Totals since the last line of the log."""
-
-    start: float
-    tokens: int = 0  # of all replicas
-    steps: int = 0
-    losses: list[float] = field(default_factory=list)  # of the steps that were taken
 
 
 class Trainer:
@@ -112,8 +96,6 @@ class Trainer:
         state = self._restore(cfg, checkpoint, fixed)
         warn_of_changes(state.get("kernels"), self.kernels)
         self.start: int = state["step"]
-        self.skipped: int = state.get("skipped_steps", 0)
-        self.bad_steps_in_a_row = 0
         self._pending: PendingOutcome | None = None  # of the newest step, until it is settled
         self.asked_to_stop = False
 
@@ -134,8 +116,17 @@ class Trainer:
             self.module, self.mesh, cfg.check_sync_every, self.tensors.shards
         )
         self.validator = Validator(self)
+        buckets = None
+        if isinstance(self.plan, BucketPlan):
+            buckets = self.plan.buckets_with_clips(self.start)
         self.activations = ActivationBudget(
-            cfg, self.module, self.mesh, device, reserved=encoders, options=self.options
+            cfg,
+            self.module,
+            self.mesh,
+            device,
+            reserved=encoders,
+            buckets=buckets,
+            options=self.options,
         )
         self.meter = Meter(
             self.module,
@@ -144,8 +135,7 @@ class Trainer:
             mesh=self.mesh,
             peak_tflops=cfg.peak_tflops,
         )
-        self.interval = Interval(time.perf_counter())
-        self._warned_of_grace_time = False
+        self.step_log = StepLog(self, skipped=state.get("skipped_steps", 0))
 
     def train(
         self, run_dir: Path, traced: Steps | None = None, watch: Watchdog | None = None
@@ -174,7 +164,7 @@ class Trainer:
         command = command_to_resume()
         steps = iter(self.loader)
         began = time.perf_counter()
-        self.interval = Interval(began)
+        self.step_log.begin_interval(began)
         done, stopped = self.start, False
 
         for step, batches in enumerate(steps, self.start):
@@ -185,21 +175,21 @@ class Trainer:
 
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps or stopped
             if done % cfg.log_every == 0 or saves:
-                self._log(reporter, done)
+                self.step_log.write(reporter, done)
             reporter.step(done)
 
             if saves:
                 # While steps are skipped, checkpoints from before may be the last good ones.
-                rotate = self.bad_steps_in_a_row == 0
+                rotate = self.step_log.skipped_in_a_row == 0
                 self.checkpoints.save(self.tensors, self.state(done), rotate=rotate)
                 if is_main:
                     with reporter.outputs.of("loss.png"):
                         draw_loss(run_dir)
                 # The time of a checkpoint is not part of the next step.
-                self.interval.start = time.perf_counter()
+                self.step_log.interval.start = time.perf_counter()
             if stopped:
                 break
-            self.interval.start += self.validator.after(done, run_dir, reporter, watch)
+            self.step_log.interval.start += self.validator.after(done, run_dir, reporter, watch)
 
         self.loader.close()
         self.checkpoints.wait()
@@ -227,7 +217,7 @@ class Trainer:
             **self.schedule,
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
-            "skipped_steps": self.skipped,
+            "skipped_steps": self.step_log.skipped,
             "kernels": self.kernels,
             "config": self.cfg.model_dump(mode="json"),
         }
@@ -288,7 +278,6 @@ class Trainer:
         self.rank_batches = make_rank_batches(
             cfg, self.plan, self.encoder, self.work, start=self.start, reserved=reserved
         )
-        self.bucket_shares = BucketShares(self.mesh, self.rank_batches)
         self.loader = StepLoader(
             self.dataset,
             self.rank_batches,
@@ -301,10 +290,7 @@ class Trainer:
 
     def _step(self, step: int, batches: StepBatches, watch: Watchdog | None) -> PendingOutcome:
         """One optimizer step: forward and backward of each micro-batch, then the update."""
-        for one in batches.micro_batches:
-            self.interval.tokens += len(one.ids) * self.work.tokens(one.shape)
-        self.bucket_shares.see(step, batches.micro_batches)
-
+        self.step_log.see(step, batches.micro_batches)
         sizes = [len(one.ids) for one in batches.micro_batches]
         loss = torch.zeros((), device=self.device)
         for loaded in batches.loaded:
@@ -398,62 +384,8 @@ class Trainer:
         """Wait for the pending step, if there is one, and count its outcome."""
         if self._pending is not None:
             outcome, self._pending = self._pending.read(), None
-            self._count(outcome)
-
-    def _count(self, outcome: Outcome) -> None:
-        """Count an outcome; raises ValueError after ``max_bad_steps`` skipped steps in a row."""
-        self.asked_to_stop |= outcome.stop
-        self.interval.steps += 1
-        if outcome.taken:
-            self.interval.losses.append(outcome.loss)
-            self.bad_steps_in_a_row = 0
-            return
-
-        self.skipped += 1
-        self.bad_steps_in_a_row += 1
-        if self.mesh.rank == 0:
-            message = "step %d skipped: the loss (%g) or a gradient is not finite"
-            logger.warning(message, outcome.step, outcome.loss)
-        if self.bad_steps_in_a_row < self.cfg.max_bad_steps:
-            return
-
-        raise ValueError(
-            f"got no finite loss and gradient in {self.bad_steps_in_a_row} steps in a row, up to "
-            f"step {outcome.step} (max_bad_steps); expected numbers; lower optimizer.lr or set "
-            f"grad_clip, and {self.checkpoints.advice()}"
-        )
-
-    def _log(self, reporter: Reporter, done: int) -> None:
-        """Report the numbers of the interval that ends here, and begin the next one."""
-        values = self._measure(done)
-        reporter.log(done, values, self.meter.peak.tflops)
-        advice = advice_for_long_steps(values["step_time"] or 0.0, self.cfg.grace_time)
-        if advice is not None and not self._warned_of_grace_time:
-            logger.warning("%s", advice)
-            self._warned_of_grace_time = True
-        self.interval = Interval(time.perf_counter())
-
-    def _measure(self, done: int) -> dict[str, float | None]:
-        """The numbers of the interval, by their names in ``metrics.jsonl``. Collective."""
-        substituted = self.corrupt.report(self.device)
-        grad_norm = self.optimizer.get_grad_norm()
-        seconds, losses = time.perf_counter() - self.interval.start, self.interval.losses
-        measured = self.meter.measure(
-            self.loader.take_waited(),
-            steps=self.interval.steps,
-            seconds=seconds,
-            left=self.cfg.max_steps - done,
-        )
-        return {
-            "loss": sum(losses) / len(losses) if losses else None,
-            "grad_norm": 0.0 if grad_norm is None else float(grad_norm),
-            "lr": learning_rate(self.cfg, done - 1),
-            "tokens_per_s": self.interval.tokens / seconds,
-            "replaced_clips": substituted,
-            "skipped_steps": self.skipped,
-            **measured,
-            **self.bucket_shares.take(),
-        }
+            self.asked_to_stop |= outcome.stop
+            self.step_log.count(outcome)
 
 
 def _allocated(device: torch.device) -> int:

@@ -30,7 +30,7 @@ INTRODUCTION = """\
 # Config reference
 
 Generated from the classes in `opensora_sp/config/`. Unknown keys are errors. The
-[quickstart](../quickstart.md) introduces the common ones.
+[Configs](../configs.md#common-keys) introduces the common ones.
 """
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 COMPONENTS = {"vae": LATENT_ENCODERS, "text_encoder": TEXT_ENCODERS, "scheduler": SCHEDULERS}

@@ -185,9 +185,10 @@ def start(config: Path, options: list[str], fault: Fault | None) -> Seen:
 
 @contextmanager
 def observed(seen: Seen) -> Iterator[None]:
+    from opensora_sp.training.step_log import StepLog
     from opensora_sp.training.trainer import Trainer
 
-    update, count = Trainer._update, Trainer._count
+    update, count = Trainer._update, StepLog.count
 
     def observed_update(self: Any, step: int, *args: Any) -> Any:
         before = digest_of(self)
@@ -201,7 +202,7 @@ def observed(seen: Seen) -> Iterator[None]:
 
     with (
         mock.patch.object(Trainer, "_update", observed_update),
-        mock.patch.object(Trainer, "_count", observed_count),
+        mock.patch.object(StepLog, "count", observed_count),
     ):
         yield
 

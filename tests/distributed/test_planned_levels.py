@@ -27,7 +27,9 @@ def config(tmp_path: Path) -> str:
     return str(write_bucket_config(tmp_path, FEW, **values))
 
 
-def levels_in_a_run(config: str, of_host: float) -> tuple[int, int, list[str], str]:
+def levels_in_a_run(
+    config: str, of_host: float, buckets: set[str] | None = None
+) -> tuple[int, int, list[str], str]:
     """Shapes traced at the start and in the steps, what blocks keep, and the error if any."""
     traced: list[tuple[int, ...]] = []
 
@@ -47,13 +49,15 @@ def levels_in_a_run(config: str, of_host: float) -> tuple[int, int, list[str], s
     cfg = load_train_config(config)
     mesh = SequenceMesh("auto")
     try:
-        budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), 0)
+        budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), 0, buckets)
     except ValueError as error:
         return len(traced), 0, [], str(error)
 
     at_start = len(traced)
     run = RunEstimator(cfg, mesh.world_size, 80, "cuda", None)
     for entry in Buckets.of(cfg.bucket_config or {}).kept:
+        if buckets is not None and entry.name not in buckets:
+            continue
         for height, width in SIZES[entry.resolution].values():
             size = run.latents(
                 SimpleNamespace(  # type: ignore[arg-type]
@@ -81,3 +85,11 @@ def test_a_host_without_room_is_refused_on_all_ranks(config: str) -> None:
     errors = {error for _, _, _, error in run_ranks(2, levels_in_a_run, config, 1.0)}
     (error,) = errors
     assert error.startswith("got batches of 144p x 8 that fit a GPU only with")
+
+
+def test_a_bucket_without_clips_decides_nothing(config: str) -> None:
+    found = run_ranks(2, levels_in_a_run, config, 1.0, {"144p x 1"})
+    for _, in_steps, kept, error in found:
+        assert not error and in_steps == 0 and len(set(kept)) == 1
+    # One bucket is traced, by one rank.
+    assert min(at_start for at_start, *_ in found) == 0

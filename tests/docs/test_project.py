@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -119,6 +120,13 @@ def test_the_image_gets_all_that_the_package_is_built_from() -> None:
     assert set(sources) == wanted
     context = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{name}" for name in wanted} <= set(context) and context[0] == "*"
+
+
+def test_the_image_installs_extras_that_are_declared() -> None:
+    (installed,) = re.findall(r"'/source\[(.+)\]'", (ROOT / "Dockerfile").read_text())
+    declared = re.search(r"^EXTRAS = (\{.*?^\})", (ROOT / "setup.py").read_text(), re.M | re.S)
+    assert declared is not None
+    assert set(installed.split(",")) <= ast.literal_eval(declared[1]).keys()
 
 
 def test_contributing_names_files_that_exist() -> None:

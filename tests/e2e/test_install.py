@@ -70,7 +70,9 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = built.glob("*.whl")
     python = folder / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python)
-    called(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, folder=folder)
+    # The tests' packages may have the same version, which pip would take for installed.
+    options = ("--quiet", "--no-deps", "--no-index", "--ignore-installed")
+    called(*pip, "install", *options, wheel, folder=folder)
     torchrun = folder / "bin" / "torchrun"
     torchrun.write_text(TORCHRUN.format(python=python))
     torchrun.chmod(0o755)
@@ -99,7 +101,10 @@ def test_wheel_and_sdist_hold_all_modules_configs_and_prompts(built: Path) -> No
 
 
 def test_a_project_runs_from_the_wheel(environment: Path, tmp_path: Path) -> None:
-    """``init``, then its run script: two ranks train and sample; started again, it resumes."""
+    """``init``, then its run script: two ranks train and sample; started again, it resumes.
+
+    Its clips are encoded once, too.
+    """
     command, python = environment / "opensora-sp", environment / "python"
     where = called(python, "-c", "import opensora_sp; print(opensora_sp.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(environment.parent)
@@ -117,6 +122,10 @@ def test_a_project_runs_from_the_wheel(environment: Path, tmp_path: Path) -> Non
     settings["PET_MASTER_PORT"] = str(free_port())
     resumed = called(project / "run.sh", folder=tmp_path, **settings)
     assert "nothing left to do" in resumed
+
+    alone = ("--cfg-options", "sp_size=1")
+    called(command, "precompute", "configs/demo/first.py", "-o", "cache", *alone, folder=project)
+    assert (project / "cache" / "index.json").is_file()
 
     # Without a copy of it, in another folder: the config of the package, under the same name.
     config = "configs/stdit3/train/64x512x512_sp8.py"

@@ -246,6 +246,9 @@ def test_the_report_names_dropped_clips_and_the_reason(tmp_path: Path, work: Wor
     ):
         made(rows, work, per_step=4, buckets={"4k": {900: (1.0, 1)}})
 
+    some = made(rows, work, per_step=4, buckets={"144p": {1: (1.0, 16)}, "4k": {900: (1.0, 1)}})
+    assert some.buckets_with_clips(0) == {"144p x 1"}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -164,7 +164,8 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
 
     cfg = load_train_config(CONFIG, ["sp_size=1", "compile=blocks", "grad_checkpoint=auto"])
     mesh = SequenceMesh.imagined(1, 0)
-    budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), reserved=0)
+    device = torch.device("cuda")
+    budget = activations.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
     budget.fit(torch.Size([1, 4, 16, 64, 64]))
     assert traced and set(traced) == {compiled}
     (levels,) = set_levels

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from opensora_sp.runtime import Launch, bounded_store, rendezvous
+from opensora_sp.runtime.versions import device_kind, versions
 
 
 @pytest.fixture
@@ -58,6 +59,19 @@ def test_a_rank_with_another_version_is_named_at_once(store: Any) -> None:
         place.join({})
     assert time.monotonic() - began < 30
     assert b"got different versions" in store.get("verdict")
+
+
+@pytest.mark.parametrize(("settings", "ours"), [({}, "set"), ({"LOCAL_WORLD_SIZE": "4"}, "4")])
+def test_the_ranks_of_a_host_are_set_alike(
+    store: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], ours: str
+) -> None:
+    """Otherwise ranks would build other groups, or take a group's link for another one."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    software = {**versions(), "device": device_kind()}
+    report(store, 1, 2, versions=software, settings={"LOCAL_WORLD_SIZE": "not set"})
+    match = rf"got different launches: LOCAL_WORLD_SIZE {ours} on rank 0 .*, not set on rank 1 \(b"
+    with pytest.raises(ValueError, match=match):
+        rendezvous.Rendezvous(rank_0_of(2), timeout=60).join(settings)
 
 
 def test_missing_ranks_are_logged_while_others_join_one_by_one(

@@ -100,7 +100,8 @@ class InputCheck:
         Of inputs, also inside of containers, these are shapes, dtypes and plain values.
         """
         entries = dict(self._fixed)
-        # The number of chunks depends on it (LOCAL_WORLD_SIZE).
+        # The link follows from it, and from that the strategy and the number of chunks. Nodes of
+        # different sizes (LOCAL_WORLD_SIZE) may count groups of one degree differently.
         entries["options group spans nodes"] = describe(self.mesh.spans_nodes)
         # They may be registered at any time.
         entries["strategies registered"] = describe([one.label for one in registered_strategies()])
