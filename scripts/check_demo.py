@@ -13,11 +13,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from torch import Tensor
+from toy_judge import Seen, judge
 
 from opensora_sp.checkpoint import find_weights
 from opensora_sp.config import (
@@ -27,14 +31,23 @@ from opensora_sp.config import (
     load_train_config,
 )
 from opensora_sp.console import report_errors
-from opensora_sp.data import CorruptSample, VideoTextDataset, is_held_out, scale, toy_clip
-from opensora_sp.data.toy import COLOURS, MARGIN
+from opensora_sp.data import (
+    CorruptSample,
+    ToyClip,
+    VideoTextDataset,
+    is_held_out,
+    scale,
+    to_frames,
+    toy_clip,
+)
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
+from opensora_sp.encoders import LatentEncoder
 from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.randomness import normal
 from opensora_sp.sampling.contact_sheet import write_contact_sheet
 from opensora_sp.sampling.decoding import collected
+from opensora_sp.sampling.lettering import draw_text
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline
@@ -43,7 +56,10 @@ from opensora_sp.training.metrics import read_metrics, running_mean
 NUM_BINS = 4
 FLOORS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 # Used by no training set.
-CAPTION_SEED = 8
+CLIP_SEED = 8
+NUM_CLIPS = 16
+# Of these, how many samples show an attribute of their caption.
+LEAST_RIGHT = {"background": 12, "colour": 12, "shape": 10, "direction": 12}
 
 Predict = Callable[[Tensor, Tensor], Tensor]
 """``predict(x_t [N, c, f, h, w], t [N])`` -> velocity."""
@@ -85,7 +101,7 @@ def main() -> None:
 def check_run(
     run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig, heldout: str
 ) -> list[Check]:
-    """All checks of a finished demo; writes the checked samples to ``check.png`` in ``run_dir``."""
+    """All checks of a finished demo; writes its samples to ``check.png`` and ``check.gif``."""
     weights = find_weights(run_dir, ema=True)
     pipeline = build_pipeline(sample_cfg, weights, SequenceMesh(1), torch.device("cpu"))
 
@@ -93,18 +109,19 @@ def check_run(
     train, _ = encode_all(pipeline, train_cfg, train_cfg.dataset.manifest)
     held_out, texts = encode_all(pipeline, train_cfg, heldout)
 
-    prompts = distinct_captions(8)
-    swapped = swap(prompts)
-    named, other = sample_backgrounds(pipeline, prompts, run_dir / "check.png")
+    clips = held_out_clips(NUM_CLIPS)
+    prompts = [clip.caption for clip in clips]
+    videos = sample(pipeline, prompts)
+    shown = list(zip(prompts, videos, strict=True))
+    write_contact_sheet(run_dir / "check.png", shown)
+    write_animation(run_dir / "check.gif", shown, sample_cfg.fps)
 
     return [
         check_how_it_ran(read_json(run_dir / "summary.json")),
         check_loss_fell(np.array([line["loss"] for line in read_metrics(run_dir)])),
         *check_against_linear(pipeline.flow, model_predictor(pipeline, texts), train, held_out),
-        check_backgrounds("background as captioned", named, list(map(background_of, prompts))),
-        check_backgrounds(
-            "background follows swapped captions", other, list(map(background_of, swapped))
-        ),
+        check_decoded(pipeline.vae, clips, sample_cfg),
+        *check_attributes("as captioned", list(map(judge, videos)), clips),
     ]
 
 
@@ -182,65 +199,73 @@ class LinearPredictor:
         return (self.mean + inside + slope(floor) * offset).view(x_t.shape).to(x_t.dtype)
 
 
-def check_backgrounds(name: str, colours: np.ndarray, wanted: Sequence[str]) -> Check:
-    """At least 6 of 8 background colours ``[8, 3]`` are nearest to the named one."""
-    names, palette = list(COLOURS), np.array(list(COLOURS.values()), dtype=float)
-    distances = np.linalg.norm(colours[:, None] - palette[None], axis=-1)
-    found = [names[i] for i in distances.argmin(1)]
-    wrong = [f"{w} came out {f}" for f, w in zip(found, wanted, strict=True) if f != w]
+def check_attributes(name: str, seen: Sequence[Seen], clips: Sequence[ToyClip]) -> list[Check]:
+    """Of 16 videos, at least ``LEAST_RIGHT`` show each attribute of the clips."""
+    checks = []
+    for attribute, least in LEAST_RIGHT.items():
+        wanted = [getattr(clip, attribute) for clip in clips]
+        found = [getattr(video, attribute) for video in seen]
+        wrong = [f"{w} came out {f}" for w, f in zip(wanted, found, strict=True) if w != f]
 
-    right = len(wanted) - len(wrong)
-    detail = f"{right} of {len(wanted)}" + (f" ({', '.join(wrong)})" if wrong else "")
-    return Check(name, right >= 6, detail)
-
-
-def distinct_captions(count: int) -> list[str]:
-    """Held-out captions; the two of each pair of neighbours differ in background."""
-    captions: list[str] = []
-    index = 0
-    while len(captions) < count:
-        caption = toy_clip(CAPTION_SEED, index).caption
-        index += 1
-        if not is_held_out(caption) or caption in captions:
-            continue
-        if len(captions) % 2 == 0 or background_of(caption) != background_of(captions[-1]):
-            captions.append(caption)
-    return captions
+        right = len(wanted) - len(wrong)
+        detail = f"{right} of {len(wanted)}" + (f" ({', '.join(wrong)})" if wrong else "")
+        checks.append(Check(f"{name}: {attribute}", right >= least, detail))
+    return checks
 
 
-def background_of(caption: str) -> str:
-    return caption.split()[-2]
+def check_decoded(vae: LatentEncoder, clips: Sequence[ToyClip], cfg: InferenceConfig) -> Check:
+    """The judge finds every attribute in true clips that were encoded and decoded."""
+    assert isinstance(cfg.num_frames, int)
+    wrong = []
+    for clip in clips:
+        frames = clip.draw(cfg.num_frames, cfg.size[0])
+        video = scale(torch.from_numpy(frames).permute(3, 0, 1, 2)[None])
+        decoded = vae.decode(vae.encode(video), num_frames=cfg.num_frames)
+        if judge(to_frames(decoded[0])) != Seen.of(clip):
+            wrong.append(clip.caption)
+
+    detail = f"{len(clips) - len(wrong)} of {len(clips)}" + (f" (not {wrong})" if wrong else "")
+    return Check("judge of encoded and decoded clips", not wrong, detail)
 
 
-def swap(prompts: Sequence[str]) -> list[str]:
-    """Exchange the two prompts of each pair."""
-    return [prompts[i ^ 1] for i in range(len(prompts))]
+def held_out_clips(number: int) -> list[ToyClip]:
+    """Clips with different captions, none of which training sets have."""
+    clips: dict[str, ToyClip] = {}
+    for clip in (toy_clip(CLIP_SEED, index) for index in count()):
+        if len(clips) == number:
+            break
+        if is_held_out(clip.caption):
+            clips[clip.caption] = clip
+    return list(clips.values())
 
 
-def sample_backgrounds(
-    pipeline: Pipeline, prompts: list[str], sheet: Path
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean border colours ``[8, 3]`` of samples for the prompts and for the swapped prompts.
-
-    Both start from the same noise.
-    """
-    shown, colours = [], []
-    for texts in (prompts, swap(prompts)):
-        batch = requests_of(pipeline.cfg, texts)
-        decoded = pipeline.frames(batch, [pipeline.latents(batch)], SequenceMesh(1))
-        frames = collected(decoded, len(batch))
-        shown += list(zip(texts, frames, strict=True))
-        colours.append(np.stack([border_colour(video) for video in frames]))
-    write_contact_sheet(sheet, shown[: len(prompts)])
-    return colours[0], colours[1]
+def sample(pipeline: Pipeline, prompts: list[str]) -> list[np.ndarray]:
+    """A video uint8 ``[F, height, width, 3]`` for each prompt."""
+    batch = requests_of(pipeline.cfg, prompts)
+    decoded = pipeline.frames(batch, [pipeline.latents(batch)], SequenceMesh(1))
+    return collected(decoded, len(batch))
 
 
-def border_colour(frames: np.ndarray) -> np.ndarray:
-    """Mean colour of the margin outside all shapes, over all frames ``[F, height, width, 3]``."""
-    edge = max(1, int(frames.shape[1] * MARGIN))
-    inner = np.zeros(frames.shape[1:3], dtype=bool)
-    inner[edge:-edge, edge:-edge] = True
-    return frames[:, ~inner].reshape(-1, 3).mean(0)
+def write_animation(path: Path, shown: list[tuple[str, np.ndarray]], fps: float) -> None:
+    """Write a GIF of videos ``[F, height, width, 3]`` in lines of four, each above its title."""
+    across, side, margin, line = 4, 128, 6, 18
+    cell = (side + 2 * margin, side + margin + 3 * line)
+    size = (across * cell[0], -(-len(shown) // across) * cell[1])
+
+    pages = []
+    for number in range(len(shown[0][1])):
+        page = Image.new("RGB", size, "white")
+        for place, (title, frames) in enumerate(shown):
+            left, top = place % across * cell[0] + margin, place // across * cell[1] + margin
+            frame = Image.fromarray(frames[number]).resize((side, side), Image.Resampling.BILINEAR)
+            page.paste(frame, (left, top))
+
+            for row, words in enumerate(wrap(title, 20)):
+                place_of_text = (left, top + side + row * line)
+                draw_text(ImageDraw.Draw(page), place_of_text, words, size=12)
+        pages.append(page)
+
+    pages[0].save(path, save_all=True, append_images=pages[1:], duration=round(1000 / fps), loop=0)
 
 
 def model_predictor(pipeline: Pipeline, texts: list[str]) -> Predict:

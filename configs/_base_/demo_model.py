@@ -2,11 +2,12 @@
 
 num_frames = 8
 image_size = (64, 64)
-vae = dict(type="PatchPoolVAE", pool=(2, 4, 4))
+vae = dict(type="PatchDCTVAE", pool=(2, 16, 16), coefficients=3)
 text_encoder = dict(type="HashedBagOfWords", width=64, max_length=24)
 model = dict(
     type="STDiT3",
-    in_channels=3,
+    in_channels=27,
+    patch_size=(1, 1, 1),
     caption_channels=64,
     model_max_length=24,
     hidden_size=128,

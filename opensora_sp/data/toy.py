@@ -20,7 +20,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle")
 # Share of the frame that shapes keep away from its edges.
-MARGIN = 0.06
+MARGIN = 0.035
 DIRECTIONS = {"right": (1.0, 0.0), "left": (-1.0, 0.0), "down": (0.0, 1.0), "up": (0.0, -1.0)}
 
 
@@ -51,23 +51,24 @@ class ToyClip:
         frames = []
         for moved in np.linspace(0, self.speed, num_frames):
             dx, dy = (d * moved for d in DIRECTIONS[self.direction])
-            outside = self._distance(x - self.start[0] - dx, y - self.start[1] - dy)
+            right, below = x - self.start[0] - dx, y - self.start[1] - dy
+            outside = distance_to_edge(self.shape, right, below, self.radius)
             cover = np.clip(0.5 - outside * size, 0, 1)[..., None]
             frames.append(np.rint(cover * colour + (1 - cover) * background))
         return np.stack(frames).astype(np.uint8)
 
-    def _distance(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Distance to the shape's edge at an offset from its centre, negative inside."""
-        radius = self.radius
-        distance: np.ndarray
-        if self.shape == "circle":
-            distance = np.hypot(x, y) - radius
-        elif self.shape == "square":
-            distance = np.maximum(abs(x), abs(y)) - 0.9 * radius
-        else:
-            sides = 0.894 * abs(x) - 0.447 * y - 0.55 * radius
-            distance = np.maximum(y - 0.8 * radius, sides)
-        return distance
+
+def distance_to_edge(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
+    """Distance to a shape's edge at offsets from its centre, negative inside; y points down."""
+    distance: np.ndarray
+    if shape == "circle":
+        distance = np.hypot(x, y) - radius
+    elif shape == "square":
+        distance = np.maximum(abs(x), abs(y)) - 0.9 * radius
+    else:
+        sides = 0.894 * abs(x) - 0.447 * y - 0.55 * radius
+        distance = np.maximum(y - 0.8 * radius, sides)
+    return distance
 
 
 def is_held_out(caption: str) -> bool:
@@ -76,15 +77,15 @@ def is_held_out(caption: str) -> bool:
 
 
 def toy_clip(seed: int, index: int) -> ToyClip:
-    """Draw clip ``index`` of a seed; the shape stays inside the frame while it moves."""
+    """Draw clip ``index`` of a seed; the shape crosses the middle of the frame and stays inside."""
     rng = np.random.Generator(np.random.Philox(key=[seed, index]))
     colour, background = rng.permutation(list(COLOURS))[:2]
     direction = str(rng.choice(list(DIRECTIONS)))
-    radius, speed = rng.uniform(0.2, 0.25), rng.uniform(0.25, 0.36)
+    radius, speed = rng.uniform(0.18, 0.2), rng.uniform(0.44, 0.48)
 
-    # The least distance of the centre to an edge.
-    near = radius + MARGIN
-    across, along = rng.uniform(near, 1 - near), rng.uniform(near, 1 - near - speed)
+    # Near the middle of the frame, which the shape crosses.
+    across = 0.5 + rng.uniform(-0.05, 0.05)
+    along = 0.5 - speed / 2 + rng.uniform(-0.025, 0.025)
     horizontal, forward = direction in ("left", "right"), direction in ("right", "down")
     along = along if forward else 1 - along
     start = (along, across) if horizontal else (across, along)

@@ -10,11 +10,12 @@ from .base import LatentEncoder, Piece, TextEncoder, decoded_pieces, independent
 from .huggingface import ImageVAE
 from .open_sora_vae import OpenSoraVAE
 from .open_sora_vae_v13 import OpenSoraVAEv13
-from .standins import HashedBagOfWords, PatchPoolVAE
+from .standins import HashedBagOfWords, PatchDCTVAE, PatchPoolVAE
 from .t5 import T5TextEncoder
 
 LATENT_ENCODERS: dict[str, Any] = {
     "PatchPoolVAE": PatchPoolVAE,
+    "PatchDCTVAE": PatchDCTVAE,
     "VideoAutoencoderKL": ImageVAE,
     "OpenSoraVAE_V1_2": OpenSoraVAE,
     "OpenSoraVAE_V1_3": OpenSoraVAEv13,
@@ -61,6 +62,7 @@ __all__ = [
     "LatentEncoder",
     "OpenSoraVAE",
     "OpenSoraVAEv13",
+    "PatchDCTVAE",
     "PatchPoolVAE",
     "Piece",
     "T5TextEncoder",

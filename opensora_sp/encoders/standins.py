@@ -48,6 +48,81 @@ class PatchPoolVAE(nn.Module):
         return f, h, w
 
 
+class PatchDCTVAE(nn.Module):
+    """Stand-in for a VAE: the lowest frequencies of each patch of ``pool`` (frames, height, width).
+
+    Frames of a patch are averaged. Its ``coefficients`` x ``coefficients`` lowest frequencies of
+    the discrete cosine transform (Ahmed, Natarajan and Rao, 1974) are the channels of each colour,
+    scaled up with frequency, as amplitudes of images fall with it. Sides that are no multiple of
+    ``pool`` are padded by their last frame, line or column; decoding returns whole patches.
+
+    Raises:
+        ValueError: if a side of ``pool`` is below 1, or has fewer pixels than ``coefficients``.
+    """
+
+    scale = 1.0
+
+    def __init__(self, pool: tuple[int, int, int] = (2, 16, 16), coefficients: int = 3) -> None:
+        super().__init__()
+        self.pool = tuple(pool)
+        if len(self.pool) != 3 or min(self.pool) < 1 or not 1 <= coefficients <= min(self.pool[1:]):
+            raise ValueError(
+                f"got pool {self.pool} and coefficients {coefficients}; expected (frames, height, "
+                "width) >= 1 and at least one coefficient, at most as many as pixels of a side; "
+                "change vae.pool or vae.coefficients"
+            )
+
+        self.channels = 3 * coefficients**2
+        self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
+
+        self.register_buffer("lines", self._cosines(self.pool[1], coefficients), persistent=False)
+        self.register_buffer("columns", self._cosines(self.pool[2], coefficients), persistent=False)
+        u = torch.arange(float(coefficients))
+        frequency = torch.hypot(u[:, None], u)
+        weights = torch.where(frequency > 0, 9 * frequency**0.7, 1.8)
+        self.register_buffer("weights", weights[..., None, None, None], persistent=False)
+
+    @staticmethod
+    def _cosines(side: int, count: int) -> Tensor:
+        """Orthogonal rows ``[count, side]``, of mean square one."""
+        u, place = torch.arange(count)[:, None], torch.arange(side) + 0.5
+        cosines = torch.cos(torch.pi * u * place / side)
+        return torch.where(u > 0, 2**0.5 * cosines, cosines)
+
+    def encode(self, video: Tensor) -> Tensor:
+        video = self._padded(video)
+        for dim, side in zip((2, 4, 6), self.pool, strict=True):
+            video = video.unflatten(dim, (-1, side))
+
+        pixels = video.mean(3)  # [B, 3, f, h, pool height, w, pool width]
+        lines, columns = self.lines.to(pixels), self.columns.to(pixels)
+        frequencies = torch.einsum("bcfhywx,uy,vx->bcuvfhw", pixels, lines, columns)
+
+        frequencies = frequencies / (self.pool[1] * self.pool[2])
+        return (frequencies * self.weights.to(pixels)).flatten(1, 3)
+
+    def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
+        count = len(self.lines)
+        frequencies = latents.float().unflatten(1, (3, count, count)) / self.weights
+        pixels = torch.einsum("bcuvfhw,uy,vx->bcfhywx", frequencies, self.lines, self.columns)
+
+        frames = pixels.flatten(5, 6).flatten(3, 4)
+        return frames.repeat_interleave(self.pool[0], dim=2)[:, :, :num_frames]
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+        f, h, w = (-(-n // p) for n, p in zip((num_frames, height, width), self.pool, strict=True))
+        return f, h, w
+
+    def _padded(self, video: Tensor) -> Tensor:
+        # By index, as F.pad takes one kind of repetition for few dtypes only.
+        for dim, side in zip((2, 3, 4), self.pool, strict=True):
+            length = video.shape[dim]
+            if missing := -length % side:
+                last = video.narrow(dim, length - 1, 1)
+                video = torch.cat([video, last.repeat_interleave(missing, dim)], dim)
+        return video
+
+
 class HashedBagOfWords(nn.Module):
     """Stand-in for a text encoder: a fixed random vector per word and per pair of neighbours."""
 

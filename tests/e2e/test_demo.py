@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from check_demo import (
     LinearPredictor,
-    background_of,
-    border_colour,
     check_against_linear,
-    check_backgrounds,
+    check_attributes,
+    check_decoded,
     check_how_it_ran,
     check_loss_fell,
-    distinct_captions,
+    held_out_clips,
     main,
-    swap,
+    write_animation,
 )
+from PIL import Image
 from runs import ROOT, run
+from toy_judge import Seen, judge
 
-from opensora_sp.data import Manifest, is_held_out, toy_clip
+from opensora_sp.config import load_inference_config
+from opensora_sp.data import Manifest, is_held_out, scale, to_frames, toy_clip
 from opensora_sp.data.toy import COLOURS
 from opensora_sp.diffusion import RectifiedFlow
-from opensora_sp.encoders import PatchPoolVAE
+from opensora_sp.encoders import PatchDCTVAE
 from opensora_sp.randomness import normal
 
 FLOW = RectifiedFlow()
+CLIPS = held_out_clips(16)
 
 
 @pytest.fixture(scope="module")
 def latents() -> tuple[torch.Tensor, torch.Tensor]:
-    vae = PatchPoolVAE((2, 4, 4))
+    vae = PatchDCTVAE((2, 8, 8))
 
     def encode(seed: int, count: int) -> torch.Tensor:
         frames = np.stack([toy_clip(seed, i).draw(4, 32) for i in range(count)])
@@ -102,30 +107,70 @@ def test_the_demo_asks_for_captions_that_training_leaves_out(tmp_path: Path) -> 
 
     prompts = re.findall(r'--prompt "(.+?)"', (ROOT / "Makefile").read_text())
     assert len(prompts) == 3 and all(
-        is_held_out(prompt) for prompt in [*prompts, *distinct_captions(8)]
+        is_held_out(caption) for caption in [*prompts, *(clip.caption for clip in CLIPS)]
     )
 
 
-def test_colours() -> None:
-    captions = distinct_captions(8)
-    assert all(
-        background_of(a) != background_of(b) for a, b in zip(captions, swap(captions), strict=True)
-    )
+@pytest.fixture(scope="module")
+def decoded() -> list[np.ndarray]:
+    """The checked clips, drawn, encoded and decoded as in the demo."""
+    vae = PatchDCTVAE()
+    clips = [torch.from_numpy(clip.draw(8, 64)).permute(3, 0, 1, 2) for clip in CLIPS]
+    return [to_frames(vae.decode(vae.encode(scale(c[None])), num_frames=8)[0]) for c in clips]
 
-    colours = np.array([COLOURS[background_of(caption)] for caption in captions], dtype=float)
-    wanted = [background_of(caption) for caption in captions]
-    assert check_backgrounds("", colours + 10, wanted).ok
-    assert not check_backgrounds(
-        "", colours, [background_of(caption) for caption in swap(captions)]
-    ).ok
-    assert not check_backgrounds("", np.full((8, 3), 127.0), wanted).ok
 
-    for i in range(3):
-        colours[i] = COLOURS["red" if wanted[i] != "red" else "white"]
-    assert not check_backgrounds("", colours, wanted).ok  # three of eight wrong
+def passed(videos: list[np.ndarray]) -> dict[str, bool]:
+    checks = check_attributes("", [judge(frames) for frames in videos], CLIPS)
+    return {check.name.removeprefix(": "): check.ok for check in checks}
 
-    clip = toy_clip(0, 0)
-    assert np.allclose(border_colour(clip.draw(4, 40)), COLOURS[clip.background], atol=3)
+
+def test_decoded_clips_show_what_they_say(decoded: list[np.ndarray]) -> None:
+    assert [judge(frames) for frames in decoded] == [Seen.of(clip) for clip in CLIPS]
+    cfg = load_inference_config(str(ROOT / "configs/demo/sample.py"))
+    assert check_decoded(PatchDCTVAE(), CLIPS, cfg).ok
+    # Of the mean of 16 x 16 pixels, no shape can be told.
+    assert not check_decoded(PatchDCTVAE(coefficients=1), CLIPS, cfg).ok
+
+
+def test_wrong_videos_fail(decoded: list[np.ndarray]) -> None:
+    every = dict.fromkeys(("background", "colour", "shape", "direction"), True)
+    assert passed(decoded) == every
+
+    assert not any(passed([*decoded[5:], *decoded[:5]]).values())
+    frozen = [np.repeat(frames[:1], 8, axis=0) for frames in decoded]
+    assert passed(frozen) == {**every, "direction": False}
+    assert passed([frames[::-1] for frames in decoded]) == {**every, "direction": False}
+
+    def blurred(frames: np.ndarray) -> np.ndarray:
+        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float()
+        mean = F.avg_pool2d(pixels, 17, stride=1, padding=8, count_include_pad=False)
+        return mean.permute(0, 2, 3, 1).byte().numpy()
+
+    assert not passed([blurred(frames) for frames in decoded])["shape"]
+
+    plain = [np.full_like(frames, COLOURS[clip.background]) for frames, clip in zip(decoded, CLIPS)]
+    assert passed(plain) == {**dict.fromkeys(every, False), "background": True}
+    noise = np.random.default_rng(0).integers(0, 256, (16, 8, 64, 64, 3), dtype=np.uint8)
+    assert not any(passed(list(noise)).values())
+
+
+def test_one_video_too_few_fails(decoded: list[np.ndarray]) -> None:
+    """Shapes may be wrong in 6 of 16, the other attributes in 4."""
+    seen = [judge(frames) for frames in decoded]
+    others = {"background": "black", "colour": "black", "shape": "star", "direction": "in"}
+    for wrong in range(3, 8):
+        changed = [replace(video, **others) for video in seen[:wrong]] + seen[wrong:]
+        checks = check_attributes("", changed, CLIPS)
+        assert [check.ok for check in checks] == [wrong <= 4, wrong <= 4, wrong <= 6, wrong <= 4]
+
+
+def test_animation(tmp_path: Path, decoded: list[np.ndarray]) -> None:
+    shown = [(clip.caption, frames) for clip, frames in zip(CLIPS, decoded, strict=True)]
+    write_animation(tmp_path / "a.gif", shown, fps=8)
+    assert (tmp_path / "a.gif").stat().st_size < 1e6
+    with Image.open(tmp_path / "a.gif") as image:
+        assert image.n_frames == 4  # equal neighbours become one
+        assert image.info["duration"] == 250 and image.info["loop"] == 0
 
 
 def test_loss_and_how_it_ran() -> None:

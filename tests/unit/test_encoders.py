@@ -28,6 +28,7 @@ from opensora_sp.encoders import (
     ImageVAE,
     LatentEncoder,
     OpenSoraVAE,
+    PatchDCTVAE,
     PatchPoolVAE,
     Piece,
     T5TextEncoder,
@@ -56,6 +57,30 @@ def test_patch_pooling() -> None:
     assert vae.decode(latents, num_frames=7).shape[:4] == (2, 3, 7, 16)
     plain = torch.full((1, 3, 4, 8, 8), 0.25)
     torch.testing.assert_close(vae.decode(vae.encode(plain), num_frames=4), plain)
+
+
+def test_patch_frequencies() -> None:
+    vae = PatchDCTVAE(pool=(2, 8, 4), coefficients=3)
+    video = torch.rand(2, 3, 7, 20, 10, dtype=torch.float64) * 2 - 1
+    latents = vae.encode(video)
+    assert isinstance(vae, LatentEncoder) and latents.shape == (2, 27, 4, 3, 3)
+    assert vae.latent_size(7, 20, 10) == (4, 3, 3) and latents.dtype == torch.float64
+    torch.testing.assert_close(latents[0, 9, 0, 1, 1], 1.8 * video[0, 1, :2, 8:16, 4:8].mean())
+
+    # What is left out is orthogonal to what is kept.
+    decoded = vae.decode(latents, num_frames=7)
+    assert decoded.shape == (2, 3, 7, 24, 12)
+    torch.testing.assert_close(vae.encode(decoded).double(), latents, atol=1e-5, rtol=1e-5)
+    rest = video[..., :16, :8] - decoded[..., :16, :8]
+    assert (rest[:, :, :6] * decoded[:, :, :6, :16, :8]).sum().abs() < 1e-3 * rest.square().sum()
+
+    # All coefficients describe still frames completely.
+    whole = PatchDCTVAE(pool=(1, 4, 4), coefficients=4)
+    back = whole.decode(whole.encode(video[..., :8]), num_frames=7)
+    torch.testing.assert_close(back.double(), video[..., :8], atol=1e-5, rtol=1e-5)
+    for options in (dict(pool=(2, 0, 4)), dict(coefficients=17), dict(coefficients=0)):
+        with pytest.raises(ValueError, match="got pool .*; expected .*; change vae.pool or"):
+            PatchDCTVAE(**options)
 
 
 def test_hashed_words_tell_word_order_apart() -> None:
@@ -156,6 +181,7 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
     """What ranks share out: encoded and decoded apart, the same as in one."""
     encoders = [
         (PatchPoolVAE(pool=(1, 4, 4)), 5),
+        (PatchDCTVAE(pool=(1, 8, 8)), 5),
         (PatchPoolVAE(pool=(2, 4, 4)), 1),
         (ImageVAE(str(image_folder), subfolder="vae"), 5),
         (OpenSoraVAE(str(video_folder), micro_frame_size=2), 3),

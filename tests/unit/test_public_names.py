@@ -28,7 +28,7 @@ FROZEN = {
         draw_frame_mask frame_mask guided rank_loss unguided velocity_loss
     """,
     "opensora_sp.encoders": """
-        HashedBagOfWords ImageVAE LATENT_ENCODERS LatentEncoder OpenSoraVAE PatchPoolVAE
+        HashedBagOfWords ImageVAE LATENT_ENCODERS LatentEncoder OpenSoraVAE PatchDCTVAE PatchPoolVAE
         Piece T5TextEncoder TEXT_ENCODERS TextEncoder independent_pieces planned_latent_size
     """,
     "opensora_sp.launching": """
