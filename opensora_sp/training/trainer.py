@@ -46,7 +46,12 @@ from .batch_sizes import with_chosen_batch_sizes
 from .bucket_shares import BucketShares
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
-from .ending import advice_for_long_steps, command_to_resume, conclude
+from .ending import (
+    advice_for_long_steps,
+    command_to_resume,
+    conclude,
+    write_sampling_config,
+)
 from .freeze import choose_trained
 from .lora import check_base, load_base
 from .meter import Meter
@@ -170,6 +175,10 @@ class Trainer:
         """The loop of ``train``, and the end of the run."""
         cfg, is_main = self.cfg, dist.get_rank() == 0
         profiler, counter = StepProfiler(self.module, run_dir, traced), CommLedger()
+        if is_main:
+            # From the start on: a run can be sampled while it trains.
+            with reporter.outputs.of("sample.py"):
+                write_sampling_config(cfg, run_dir)
         # The launcher, whose command line this is, may have ended when the run stops.
         command = command_to_resume()
         steps = iter(self.loader)
@@ -425,7 +434,7 @@ class Trainer:
     def _log(self, reporter: Reporter, done: int) -> None:
         """Report the numbers of the interval that ends here, and begin the next one."""
         values = self._measure(done)
-        reporter.log(done, values, self.meter.peak.tflops)
+        reporter.log(done, values, self.meter.peak.tflops, self.meter.by_rank)
         advice = advice_for_long_steps(values["step_time"] or 0.0, self.cfg.grace_time)
         if advice is not None and not self._warned_of_grace_time:
             logger.warning("%s", advice)
