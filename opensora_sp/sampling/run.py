@@ -89,9 +89,7 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     return written
 
 
-def preflight(
-    cfg: InferenceConfig, world_size: int | None = None
-) -> tuple[list[Request], Path]:
+def preflight(cfg: InferenceConfig, world_size: int | None = None) -> tuple[list[Request], Path]:
     """The checked requests and the path of the weights; the same on every rank.
 
     Args:

@@ -35,7 +35,7 @@ LOADED = {"model", "vae", "text_encoder", "precision", "use_ema", "convert", "lo
 LOADED |= {"compile", "sequence_parallel", "cost_model"}
 
 
-class Cancelled(Exception):
+class RequestCancelledError(Exception):
     """A request was cancelled."""
 
 
@@ -80,7 +80,7 @@ class Session:
         pipeline, digest = self._pipeline(work)
         steps = _Steps(self, pipeline, work.request.size)
         answer: tuple[str, ...] = ("cancelled",)
-        with suppress(Cancelled):
+        with suppress(RequestCancelledError):
             batch, folder = [work.request], Path(work.cfg.outputs)
             parts = pipeline.looped(batch, edit_step=steps.after)
 
@@ -126,7 +126,7 @@ class _Steps:
         self.next_preview = 0.0
 
     def after(self, number: int, t: Tensor, latents: Tensor) -> Tensor:
-        """Raises Cancelled, on all ranks after the same step. Collective."""
+        """Raises RequestCancelledError, on all ranks after the same step. Collective."""
         mesh, pipe, device = self.session.mesh, self.session.pipe, self.session.device
         self.done += 1
         is_cancelled = torch.zeros((), device=device)
@@ -137,7 +137,7 @@ class _Steps:
         if dist.is_initialized():
             dist.broadcast(is_cancelled, src=0)
         if is_cancelled.item():
-            raise Cancelled
+            raise RequestCancelledError
         return latents
 
     def preview(self, latents: Tensor) -> bytes:

@@ -38,9 +38,10 @@ class Folders:
         """The absolute path, without links; raises ValueError if it is outside of the folders."""
         found, allowed = Path(path).resolve(), (*self.runs, self.outputs)
         if not any(found.is_relative_to(folder) for folder in allowed):
+            inside = " or ".join(map(str, allowed))
             raise ValueError(
-                f"got the path {str(path)!r}; expected one inside of {' or '.join(map(str, allowed))}; "
-                "choose another, or start the studio with its folder"
+                f"got the path {str(path)!r}; expected one inside of {inside}; choose another, or "
+                "start the studio with its folder"
             )
         return found
 

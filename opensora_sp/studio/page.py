@@ -10,7 +10,6 @@ from typing import Any
 import gradio as gr
 
 from opensora_sp.json_reader import read_json
-from opensora_sp.sampling.command import OPTIONS
 
 from . import views
 from .folders import Folders
@@ -21,20 +20,21 @@ CSS = """
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
 .row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
 .curves img { width: 100%; } video, img { max-width: 100%; image-rendering: pixelated; }
-#shown video, #shown img, #progress img { width: 24rem; } #metadata { max-height: 24rem; }
+#shown video, #shown img, #progress img { width: 24rem; }
+#metadata { max-height: 24rem; overflow: auto; }
 progress { width: 100%; } pre[role=alert] { color: #d01030; white-space: pre-wrap; }
 """
-# Config key -> label.
+# Config key -> label, and an example.
 FIELDS = {
-    "prompt": "Prompt",
-    "negative_prompt": "Negative prompt",
-    "resolution": "Size",
-    "aspect_ratio": "Aspect ratio",
-    "num_frames": "Frames",
-    "scheduler.num_sampling_steps": "Steps",
-    "scheduler.cfg_scale": "Guidance",
-    "seed": "Seed",
-    "mask_strategy": "Mask strategy of the references",
+    "prompt": ("Prompt", ""),
+    "negative_prompt": ("Negative prompt", ""),
+    "resolution": ("Size", "128x192 or 240p"),
+    "aspect_ratio": ("Aspect ratio", "9:16"),
+    "num_frames": ("Frames", "16 or 2s"),
+    "scheduler.num_sampling_steps": ("Steps", "30"),
+    "scheduler.cfg_scale": ("Guidance", "7.0"),
+    "seed": ("Seed", "42"),
+    "mask_strategy": ("Mask strategy: where frames of the references are placed", "0,0,0,0,1,0"),
 }
 WIDE = ("prompt", "negative_prompt", "mask_strategy")
 
@@ -56,9 +56,8 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         with gr.Column(), gr.Group():
             fields["ckpt"] = _chooser("Checkpoint", folders.weights(), folders)
             with gr.Row():
-                for key, label in FIELDS.items():
-                    hint = OPTIONS[key][1] if key in OPTIONS else None
-                    options = dict(min_width=500 if key in WIDE else 150, placeholder=hint)
+                for key, (label, example) in FIELDS.items():
+                    options = dict(min_width=500 if key in WIDE else 120, placeholder=example)
                     fields[key] = gr.Textbox(label=label, lines=1, max_lines=1, **options)
             fields["reference_path"] = gr.File(
                 label="References", file_count="multiple", file_types=["image", "video"], height=110
@@ -81,7 +80,7 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
             yield None, views.alert(error), gr.skip(), gr.skip(), gr.skip()
             return
         while not job.has_ended:
-            ahead = queue.jobs.index(job) if job in queue.jobs else 0
+            ahead = [*queue.jobs, job].index(job)
             yield job, views.progress(job, ahead), gr.skip(), gr.skip(), gr.skip()
             await asyncio.sleep(POLL)
         found = show(None if job.video is None else str(job.video))

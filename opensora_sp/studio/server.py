@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
+import warnings
 
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
 from fastapi.requests import HTTPConnection
-from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse
+from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opensora_sp.runtime.local_ranks import LocalRanks
@@ -72,12 +73,16 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/media")
-    def media(path: str) -> FileResponse:
-        found = folders.checked(path)
-        if found.suffix not in MEDIA:
-            raise ValueError(f"got {path!r}; expected a video or an image; choose another")
-        return FileResponse(found)
+    def media(path: str) -> Response:
+        try:
+            found = folders.checked(path)
+        except ValueError as error:
+            return PlainTextResponse(str(error), 403)
+        is_shown = found.suffix in MEDIA and found.is_file()
+        return FileResponse(found) if is_shown else PlainTextResponse("no video there", 404)
 
+    # Of Gradio's own calls of Starlette.
+    warnings.filterwarnings("ignore", module="gradio")
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     page = build(folders, Queue(folders, ranks))
     gr.mount_gradio_app(app, page, "/", theme=theme, css=CSS, footer_links=[])

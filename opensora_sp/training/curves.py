@@ -31,7 +31,7 @@ def picture(title: str, runs: Sequence[RunRecord]) -> str:
     for number, run in enumerate(runs):
         CURVES[title](axes, run, f"C{number}")
     axes.set(title=title, ylabel="")
-    if any(not line.get_label().startswith("_") for line in axes.lines):
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")
     figure.savefig(png, format="png")
     source = base64.b64encode(png.getvalue()).decode()
