@@ -17,9 +17,10 @@ from .jobs import Job, Queue
 
 POLL, REFRESH = 0.3, 3.0  # seconds between two looks at a job, and at runs
 CSS = """
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
+.curves { display: grid; gap: 0.5rem; }
+.curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
-.curves img { width: 100%; } video, img { max-width: 100%; image-rendering: pixelated; }
+.curves img, .row video, .row img { width: 100%; } video, img { max-width: 100%; }
 #shown video, #shown img, #progress img { width: 24rem; }
 #metadata { max-height: 24rem; overflow: auto; }
 progress { width: 100%; } pre[role=alert] { color: #d01030; white-space: pre-wrap; }
@@ -112,7 +113,7 @@ def _cancel(job: Job | None) -> None:
 
 
 def _training(folders: Folders, page: gr.Blocks) -> None:
-    runs = _chooser("Runs", folders.trained(), folders, multiselect=True)
+    runs = _chooser("Runs", folders.trained(), folders, multiselect=True, elem_id="runs")
     curves, before = gr.HTML(), gr.State(None)
 
     def show(chosen: list[str] | None, seen: Any) -> tuple[Any, Any]:

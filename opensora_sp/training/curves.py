@@ -60,7 +60,7 @@ def _heldout_by_timestep(axes: Any, run: RunRecord, color: str) -> None:
 def _metric(key: str) -> Draw:
     def draw(axes: Any, run: RunRecord, color: str) -> None:
         axes.plot(run.column("step"), run.column(key), color=color, label=run.folder.name)
-        axes.set_ylim(bottom=0)
+        axes.axhline(0, color="grey", linewidth=0.8)  # a part of the range
 
     return draw
 
@@ -79,7 +79,7 @@ def _idle(axes: Any, run: RunRecord, color: str) -> None:
         ]
         style = ("-", "--", ":", "-.")[rank % 4]
         axes.plot(steps, waits, style, color=color, label=f"{run.folder.name}, rank {rank}")
-    axes.set_ylim(0, 1)
+    axes.axhline(0, color="grey", linewidth=0.8)
 
 
 CURVES: dict[str, Draw] = {
