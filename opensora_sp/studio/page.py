@@ -29,7 +29,7 @@ progress { width: 100%; } pre[role=alert] { color: #d01030; white-space: pre-wra
 FIELDS = {
     "prompt": ("Prompt", ""),
     "negative_prompt": ("Negative prompt", ""),
-    "resolution": ("Size", "128x192 or 240p"),
+    "resolution": ("Size", "128x192"),
     "aspect_ratio": ("Aspect ratio", "9:16"),
     "num_frames": ("Frames", "16 or 2s"),
     "scheduler.num_sampling_steps": ("Steps", "30"),

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium"),
 ]
-SECONDS = 90_000  # milliseconds that a page has, on a machine with other work
+MILLISECONDS = 300_000  # that a page has, on a machine with other work
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Studio:
         context = self.browser.new_context(viewport=dict(width=width, height=height))
         context.on("request", lambda request: self.asked.append(request.url))
         page = context.new_page()
-        page.set_default_timeout(SECONDS)
+        page.set_default_timeout(MILLISECONDS)
         page.goto(self.url)
         page.get_by_role("button", name="Sample").wait_for()
         return page
@@ -156,7 +156,7 @@ def test_a_typed_prompt_becomes_a_video_that_plays(studio: Studio, tmp_path: Pat
     for label in ("Negative prompt", "Size", "Aspect ratio", "Frames", "Steps"):
         page.keyboard.press("Tab")
         assert is_focused(field_of(page, label)), label
-    page.keyboard.type("300")
+    page.keyboard.type("100")
     page.get_by_role("button", name="Sample").focus()
     page.keyboard.press("Enter")
 
@@ -179,7 +179,7 @@ def test_a_typed_prompt_becomes_a_video_that_plays(studio: Studio, tmp_path: Pat
 
     (metadata,) = (studio.folder / "studio").glob("*/000-a-red-circle.json")
     facts = json.loads(metadata.read_text())
-    assert facts["config"]["scheduler"]["num_sampling_steps"] == 300
+    assert facts["config"]["scheduler"]["num_sampling_steps"] == 100
 
     page.reload()
     page.get_by_role("listbox", name="History").click()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -206,3 +207,21 @@ def test_without_gradio_the_studio_is_refused(
         main(["studio"])
     error = capsys.readouterr().err
     assert "got opensora-sp studio, and no package gradio; expected the extra 'studio'" in error
+
+
+def test_the_studio_has_at_most_400_lines_of_code() -> None:
+    """Beside blank lines, comments and docstrings."""
+    count = 0
+    for path in Path(views.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        texts = [one for one in ast.walk(tree) if isinstance(one, ast.Expr)]
+        lines = [set(range(one.lineno, (one.end_lineno or 0) + 1)) for one in texts]
+        is_text = [isinstance(getattr(one.value, "value", None), str) for one in texts]
+        documentation = set().union(*(found for found, text in zip(lines, is_text) if text))
+        code = {
+            number
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if line.strip() and not line.strip().startswith("#")
+        }
+        count += len(code - documentation)
+    assert 200 < count <= 400
