@@ -13,6 +13,8 @@ EXTRAS = {
     "captions": ["beautifulsoup4", "ftfy"],  # diffusers' cleaning of captions
     "flash-attn": ["flash-attn>=2.5"],
     "fonts": ["cvttf-notosanscjk-regular==1.0"],  # Noto Sans CJK, for prompts on contact sheets
+    # Later ones need a huggingface_hub that transformers of ColossalAI's pins refuses.
+    "studio": ["gradio>=6.17,<6.18"],
     "tensorboard": ["tensorboard"],
     "wandb": ["wandb>=0.19"],
 }
@@ -56,6 +58,7 @@ setup(
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27"],
         "test": [
             *EXTRAS["captions"],
+            *EXTRAS["studio"],
             *EXTRAS["tensorboard"],
             "build==1.6.1",
             "codespell[toml]==2.4.3",
@@ -64,6 +67,7 @@ setup(
             "import-linter",
             "imageio-ffmpeg",
             "mypy==2.4.1",
+            "playwright",  # drives Debian's chromium; no browser is downloaded
             "pre-commit",
             "pytest>=9",
             "pytest-timeout",

@@ -28,7 +28,7 @@ LEAST_OVERLAP = 0.6
 
 @dataclass(frozen=True)
 class Seen:
-    """What frames show; None where it cannot be told, as for a shape that does not move."""
+    """What frames show; None where that is unclear, as for a shape that does not move."""
 
     background: str
     colour: str | None

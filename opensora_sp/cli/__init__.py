@@ -25,6 +25,7 @@ from . import (
     precompute,
     report,
     sample,
+    studio,
     train,
     verify,
 )
@@ -40,6 +41,7 @@ PATH = {
 }
 COMMANDS = {
     **PATH,
+    "studio": studio,
     "plan": plan,
     "verify": verify,
     "config": config,

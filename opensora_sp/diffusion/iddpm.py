@@ -24,7 +24,7 @@ from opensora_sp.transfer import to_device
 
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
 from .loss import Positions
-from .process import Geometry, Noised, Prediction, by_frame, guided
+from .process import EditStep, Geometry, Noised, Prediction, by_frame, guided
 
 BITS = 1 / math.log(2)  # per nat
 
@@ -291,6 +291,7 @@ class IDDPM:
         frame_levels: Tensor | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
+        edit_step: EditStep | None = None,
     ) -> Tensor:
         """Denoise ``z`` step by step; returns data of the shape of ``z``.
 
@@ -307,6 +308,7 @@ class IDDPM:
                 step, or none for "ddim" with ``ddim_eta`` 0. With ``frame_levels`` there is one
                 more per step, before the other.
             on_step: called after each step.
+            edit_step: may replace the latents after each step.
 
         Raises:
             ValueError: without ``draw_noise`` where it is needed.
@@ -321,7 +323,7 @@ class IDDPM:
 
         count = len(self.timestep_map)
         first_step = None if frame_levels is None else (frame_levels * count).int()  # [B, F]
-        for index in reversed(range(count)):
+        for number, index in enumerate(reversed(range(count))):
             t = torch.full((len(z),), index, device=z.device)
             active, previous = None, z
             if first_step is not None:
@@ -336,6 +338,8 @@ class IDDPM:
 
             if first_step is not None:
                 z = torch.where(by_frame(first_step >= index), z, previous)
+            if edit_step is not None:
+                z = edit_step(number, t, z)
             if on_step is not None:
                 on_step()
         return z

@@ -123,6 +123,7 @@ class DiffusionProcess(Protocol):
         frame_levels: Tensor | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
         on_step: Callable[[], object] | None = None,
+        edit_step: EditStep | None = None,
     ) -> Tensor:
         """Sample data from noise ``z [B, c, F, h, w]``; ``draw_noise(k)`` is the k-th draw."""
 

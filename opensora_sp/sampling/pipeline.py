@@ -88,7 +88,7 @@ class Pipeline:
             conditioning_frames: what the model takes beside its input (Open-Sora 1.3).
             loop: which part of a looped video this is.
             on_step: called after each sampling step.
-            edit_step: may replace the latents after each step of rectified flow.
+            edit_step: may replace the latents after each step.
 
         Raises:
             ValueError: if the latents are not finite.

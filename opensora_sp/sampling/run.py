@@ -89,15 +89,17 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     return written
 
 
-def preflight(cfg: InferenceConfig) -> tuple[list[Request], Path]:
+def preflight(cfg: InferenceConfig, world_size: int | None = None) -> tuple[list[Request], Path]:
     """The checked requests and the path of the weights; the same on every rank.
+
+    Args:
+        world_size: of the processes that will sample; by default those of this launch.
 
     Raises:
         ValueError: for prompts, references, outputs, checkpoint, adapters or processes that do not
             fit.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_launch(cfg, world_size)
+    check_launch(cfg, world_size or int(os.environ.get("WORLD_SIZE", "1")))
 
     prompts = cfg.prompts or (read_prompts(cfg.prompt_path) if cfg.prompt_path else [])
     if not prompts:

@@ -127,7 +127,6 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     logger.info("finished: %s | %s | %s%s", steps, format_time(seconds), loss, _heldout(run_dir))
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))
 
-    write_sampling_config(cfg, run_dir)
     script = ["opensora-sp", "sample", str(run_dir / SAMPLING)]
     weights = ["--ckpt", str(run_dir)]
     if cfg.lora is not None:

@@ -79,7 +79,11 @@ class Peak(NamedTuple):
 
 
 class Meter:
-    """Measures what happens while ``timer`` is entered, between two calls of ``measure``."""
+    """Measures what happens while ``timer`` is entered, between two calls of ``measure``.
+
+    Attributes:
+        by_rank: of the last call of ``measure``, numbers that differ between ranks, by rank.
+    """
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class Meter:
         self.null_caption = len(model.y_embedder.y_embedding)
         self.peak = Peak.of(device, precision, peak_tflops)
         self.timer = CommTimer(device)
+        self.by_rank: dict[str, list[float]] = {}
         self._work = 0.0
         # In ascending order.
         self._step_times: list[float] = []
@@ -128,6 +133,11 @@ class Meter:
         dist.all_gather(ranks, own)
         work, data, communication, memory = torch.stack(ranks, dim=1).tolist()
         self._work = 0.0
+        self.by_rank = {
+            "data_wait": data,
+            "communication": communication,
+            "peak_memory_gb": [one / 1e9 for one in memory],
+        }
 
         insort(self._step_times, seconds / steps)
         metrics = {

@@ -31,6 +31,7 @@ from .stall import StallMonitor
 from .trackers import Level, TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
 
 logger = logging.getLogger(__name__)
+RANKS = "ranks.jsonl"  # in a run's folder: what differs between ranks, by rank
 # Fraction of the run that the running mean in loss.png covers.
 ALERT_TIMEOUT = 5.0  # seconds for the trackers to take the alert of a failure
 WINDOW = 0.1
@@ -79,7 +80,7 @@ class Reporter:
         from tqdm.contrib.logging import logging_redirect_tqdm
 
         with self.outputs.of("metrics.jsonl"):
-            for name in ("metrics.jsonl", "validation.jsonl"):
+            for name in ("metrics.jsonl", "validation.jsonl", RANKS):
                 drop_after(start, run_dir / name)
         with self.outputs.of("sessions.jsonl"):
             # All sessions stay, but a line that is not whole would spoil the next one.
@@ -138,14 +139,25 @@ class Reporter:
             self._stall.step()
 
     def log(
-        self, step: int, values: dict[str, float | None], peak_tflops: float | None = None
+        self,
+        step: int,
+        values: dict[str, float | None],
+        peak_tflops: float | None = None,
+        by_rank: dict[str, list[float]] | None = None,
     ) -> None:
-        """Report the numbers of a step; ``loss`` is None where every step was skipped."""
+        """Report the numbers of a step; ``loss`` is None where every step was skipped.
+
+        Args:
+            by_rank: further numbers, one for each rank, which go to ``ranks.jsonl`` alone.
+        """
         if not self.enabled:
             return
         self.last = values
         with self.outputs.of("metrics.jsonl"):
             append_line(self.run_dir / "metrics.jsonl", {"step": step, **values})
+        if by_rank:
+            with self.outputs.of(RANKS):
+                append_line(self.run_dir / RANKS, {"step": step, **by_rank})
         self._draw(step, values)
         self._report_skipped(step, values)
         LOGGER.info("%s", log_line(step, self.stop, values, peak_tflops))

@@ -82,7 +82,7 @@ class StepLog:
     def write(self, reporter: Reporter, done: int) -> None:
         """Log the numbers of the interval that ends here, and begin the next one. Collective."""
         values = self._measure(done)
-        reporter.log(done, values, self.trainer.meter.peak.tflops)
+        reporter.log(done, values, self.trainer.meter.peak.tflops, self.trainer.meter.by_rank)
         advice = advice_for_long_steps(values["step_time"] or 0.0, self.trainer.cfg.grace_time)
         if advice is not None and not self._warned_of_grace_time:
             logger.warning("%s", advice)

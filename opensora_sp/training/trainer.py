@@ -39,7 +39,7 @@ from .activations import ActivationBudget
 from .batch_sizes import with_chosen_batch_sizes
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .ema import ShardedEma
-from .ending import command_to_resume, conclude
+from .ending import command_to_resume, conclude, write_sampling_config
 from .freeze import choose_trained
 from .lora import check_base, load_base
 from .meter import Meter
@@ -160,6 +160,10 @@ class Trainer:
         """The loop of ``train``, and the end of the run."""
         cfg, is_main = self.cfg, dist.get_rank() == 0
         profiler, counter = StepProfiler(self.module, run_dir, traced), CommLedger()
+        if is_main:
+            # From the start on: a run can be sampled while it trains.
+            with reporter.outputs.of("sample.py"):
+                write_sampling_config(cfg, run_dir)
         # The launcher, whose command line this is, may have ended when the run stops.
         command = command_to_resume()
         steps = iter(self.loader)

@@ -103,7 +103,7 @@ def test_peaks_of_known_gpus(gpu: str, precision: str, tflops: float | None) -> 
     )
 
 
-def measured(sp_size: int) -> tuple[dict[str, float], dict[str, float]]:
+def measured(sp_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     model, rank = build_model("STDiT3", **TINY), dist.get_rank()
     mesh, cpu = SequenceMesh(sp_size), torch.device("cpu")
     meter = Meter(model, cpu, precision="bf16", mesh=mesh, peak_tflops=0.5)
@@ -113,6 +113,7 @@ def measured(sp_size: int) -> tuple[dict[str, float], dict[str, float]]:
     meter.count(batch)
     meter.count(batch)
     first = meter.measure(waited=rank * 0.4, steps=2, seconds=4.0, left=10)
+    first["waits"] = meter.by_rank["data_wait"]
     return first, meter.measure(waited=0.0, steps=1, seconds=1.0, left=7)
 
 
@@ -128,6 +129,7 @@ def test_measures_are_of_all_ranks() -> None:
             assert first["mfu"] == pytest.approx(replicas * work / (0.5e12 * 2 * 4.0))
             assert first["data_wait"] == pytest.approx(0.4 / 4.0) and first["communication"] == 0.0
             assert 0.05 < first["peak_memory_gb"] < 50 and first["eta"] == 20.0
+            assert first["waits"] == pytest.approx([0.0, 0.4 / 4.0])
             # By the median of 1 s and 2 s a step.
             assert second["mfu"] == 0.0 and second["eta"] == 14.0
 
@@ -288,6 +290,11 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
     for line in lines:
         assert log_line(line["step"], 2 if line["step"] <= 2 else 6, line, 0.001) in text
         assert 0 < line["communication"] < 1 and 0 <= line["data_wait"] < 1 and line["mfu"] > 0
+    of_ranks = read_lines(trained / "ranks.jsonl")
+    for line, one in zip(lines, of_ranks, strict=True):
+        assert one["step"] == line["step"] and len(one["data_wait"]) == 2
+        assert max(one["data_wait"]) == line["data_wait"]
+        assert sum(one["communication"]) / 2 == pytest.approx(line["communication"])
     assert lines[-1]["eta"] == 0.0 and lines[2]["eta"] == pytest.approx(3 * lines[2]["step_time"])
     assert "MFU is a share of 0.001 TFLOP/s per device (peak_tflops of the config)" in text
 

@@ -128,7 +128,7 @@ def test_decoded_clips_show_what_they_say(decoded: list[np.ndarray]) -> None:
     assert [judge(frames) for frames in decoded] == [Seen.of(clip) for clip in CLIPS]
     cfg = load_inference_config(str(ROOT / "configs/demo/sample.py"))
     assert check_decoded(PatchDCTVAE(), CLIPS, cfg).ok
-    # Of the mean of 16 x 16 pixels, no shape can be told.
+    # Of the mean of 16 x 16 pixels, shapes look alike.
     assert not check_decoded(PatchDCTVAE(coefficients=1), CLIPS, cfg).ok
 
 

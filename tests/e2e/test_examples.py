@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 from ranks import free_port
-from runs import run_forked
+from runs import ROOT, run_forked
 
 from opensora_sp.cli import COMMANDS
 from opensora_sp.sampling import read_prompts
@@ -22,6 +26,8 @@ def run_example(name: str, folder: Path) -> str:
     prefix = LAUNCHER if is_launched else ["opensora-sp"]
     assert words[: len(prefix)] == prefix and words[len(prefix)] == name
 
+    if name == "studio":
+        return served_page(arguments=words[len(prefix) :], folder=folder)
     arguments, ranks = words[len(prefix) :], 2 if is_launched else 1
     if name == "doctor":
         # Its default may be in use here.
@@ -29,6 +35,22 @@ def run_example(name: str, folder: Path) -> str:
     done = run_forked("-m", "opensora_sp.cli", *arguments, ranks=ranks, folder=folder)
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def served_page(arguments: list[str], folder: Path) -> str:
+    """Start the studio, on a free port; returns its page."""
+    command = [sys.executable, "-m", "opensora_sp.cli", *arguments, "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().strip()
+            opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+            return str(opener.open(address, timeout=60).read().decode())
+        finally:
+            process.terminate()
 
 
 @pytest.mark.slow
@@ -48,4 +70,5 @@ def test_the_examples_run_in_their_order(tmp_path: Path) -> None:
     assert "equal (allowed" in printed["verify"] and "NOT" not in printed["verify"]
     assert "configs/_base_/demo_model.py" in printed["config"]
     assert (project / "weights" / "first" / "config.json").is_file()
+    assert "opensora-sp studio" in printed["studio"] and "outputs/first" in printed["studio"]
     assert (run / "report.html").is_file() and "checks passed" in printed["doctor"]

@@ -349,3 +349,15 @@ def test_what_a_sampler_and_a_model_must_bring() -> None:
     ):
         IDDPM().check_channels(4, 4)
     IDDPM(learn_sigma=False).check_channels(4, 4)
+
+
+def test_an_edit_replaces_the_latents_of_each_step() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def edit(number: int, t: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        seen.append((number, t.item()))
+        return torch.full_like(latents, number)
+
+    ddim = IDDPM(num_sampling_steps=3, sampler="ddim", learn_sigma=False)
+    z = ddim.sample(lambda x, t, mask: x, torch.randn(1, 2, 1, 1, 1), edit_step=edit)
+    assert seen == [(0, 2), (1, 1), (2, 0)] and (z == 2).all()

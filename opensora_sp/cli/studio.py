@@ -1,0 +1,60 @@
+"""``opensora-sp studio``: a page in the browser over the runs of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from opensora_sp.console import Parser
+
+HELP = "a page in the browser: sample from the runs of this machine, and watch their training"
+EXAMPLE = "opensora-sp studio outputs"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = Parser(description=HELP)
+    add = parser.add_argument
+    add(
+        "runs",
+        nargs="*",
+        default=["outputs"],
+        metavar="FOLDER",
+        help="folders that hold runs; no others are read (default: outputs)",
+    )
+    add(
+        "--outputs",
+        default="studio",
+        metavar="DIR",
+        help="folder for sampled videos and uploads (default: studio)",
+    )
+    add("--nproc", type=int, default=1, metavar="N", help="processes that sample (default: 1)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=7860, help="port; 0 takes a free one (default: 7860)")
+    add("--token", help="what the page's address has to hold (default: drawn at each start)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve the page until Ctrl-C."""
+    from opensora_sp.extras import check_extra
+
+    instead = "sample with opensora-sp sample"
+    check_extra("studio", "gradio", setting="opensora-sp studio", instead=instead)
+    if args.nproc < 1:
+        raise ValueError(f"got --nproc {args.nproc}; expected at least 1; raise it")
+
+    # Before Gradio and torch are imported, here and in the ranks: nothing asks another machine.
+    os.environ |= {
+        "GRADIO_ANALYTICS_ENABLED": "False",
+        "GRADIO_TEMP_DIR": str(Path(args.outputs, ".uploads").absolute()),
+        "HF_HUB_OFFLINE": "1",
+    }
+    if args.nproc > 1:
+        # As torchrun does.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from opensora_sp.studio.folders import Folders
+    from opensora_sp.studio.server import run as serve
+
+    folders = Folders.of(args.runs, args.outputs)
+    serve(folders, nproc=args.nproc, host=args.host, port=args.port, token=args.token)

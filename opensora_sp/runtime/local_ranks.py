@@ -1,0 +1,146 @@
+"""Ranks of this host that a process starts by itself, keeps, and starts again after a failure.
+
+They run as under ``torchrun``: the same environment, and a store that the starting process hosts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from opensora_sp.console import log_to_terminal
+from opensora_sp.launchers import set_parent_death_signal
+
+HOST = "127.0.0.1"
+INTERVAL = 0.2  # seconds between two looks at whether to cancel
+EXIT_TIMEOUT = 2.0  # seconds for ranks to end by themselves after one of them has
+FAILED = "failed"
+
+
+class LocalRanks:
+    """``nproc`` processes that run ``function(pipe)``; they start when the first work is sent.
+
+    Rank 0 answers a work through its pipe: any number of times ``("step", ...)``, then another
+    tuple. An exception that leaves the function of any rank ends all of them.
+
+    Args:
+        function: importable by its name; returns when its pipe is closed (EOFError).
+        log: file that gets what the ranks print.
+        context: of multiprocessing, which starts them.
+    """
+
+    def __init__(
+        self, nproc: int, function: Callable[[Connection], None], log: Path, context: Any = None
+    ) -> None:
+        self.nproc, self.function, self.log = nproc, function, log
+        self.context = context or multiprocessing.get_context("spawn")
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self, work: Any, *, on_step: Callable[..., object], is_cancelled: Callable[[], bool]
+    ) -> tuple[Any, ...]:
+        """Send work to all ranks; returns the answer of rank 0.
+
+        Args:
+            on_step: gets the content of each step's message.
+            is_cancelled: asked several times a second; rank 0 then gets None, once.
+
+        Raises:
+            ValueError: if a rank fails or exits. All are ended, and the next call starts them.
+        """
+        if not (self.processes and all(process.is_alive() for process in self.processes)):
+            self.stop()
+            self._start()
+        try:
+            return self._run(work, on_step, is_cancelled)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _run(
+        self, work: Any, on_step: Callable[..., object], is_cancelled: Callable[[], bool]
+    ) -> tuple[Any, ...]:
+        is_sent = False
+        try:
+            for pipe in self._pipes:
+                pipe.send(work)
+            while True:
+                if not is_sent and is_cancelled():
+                    is_sent = True
+                    self._pipes[0].send(None)
+                for ready in wait(self._pipes, INTERVAL):
+                    assert isinstance(ready, Connection)
+                    kind, *content = ready.recv()
+                    if kind == FAILED:
+                        raise ValueError(content[0])
+                    if kind != "step":
+                        return (kind, *content)
+                    on_step(*content)
+        except (EOFError, OSError):
+            raise ValueError(self._describe_end()) from None
+
+    def _describe_end(self) -> str:
+        for process in self.processes:
+            process.join(EXIT_TIMEOUT)
+        codes = enumerate(process.exitcode for process in self.processes)
+        ended = ", ".join(f"rank {rank} ({code})" for rank, code in codes if code is not None)
+        return (
+            f"got the end of {ended or 'a rank'} (exit status) during its work; expected all "
+            f"{self.nproc} ranks to live; look at {self.log}, then try again, which starts them"
+        )
+
+    def _start(self) -> None:
+        # As torchrun does: no rank has to find a free port.
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.nproc):
+            ours, theirs = self.context.Pipe()
+            launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc}
+            launch |= {"LOCAL_WORLD_SIZE": self.nproc, "MASTER_PORT": self._store.port}
+            arguments = (launch, theirs, self.log, self.function)
+            process = self.context.Process(target=_enter, args=arguments)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def stop(self) -> None:
+        """End the ranks, whatever they do."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes, self._pipes = [], []
+
+
+def _enter(
+    launch: dict[str, int], pipe: Connection, log: Path, function: Callable[[Connection], None]
+) -> None:
+    """The life of a rank."""
+    set_parent_death_signal(signal.SIGKILL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ |= agent | {name: str(value) for name, value in launch.items()}
+    os.environ["MASTER_ADDR"] = HOST
+    log_to_terminal()
+
+    try:
+        function(pipe)
+    except Exception as error:
+        is_explained = isinstance(error, ValueError)
+        text = f"got {type(error).__name__} on rank {launch['RANK']} ({error}); expected its work "
+        text += f"to end without; look at {log}, ask for less, or try again"
+        with suppress(OSError):
+            pipe.send((FAILED, str(error) if is_explained else text))
+        raise

@@ -1,0 +1,157 @@
+"""Samples one request after another on the same ranks, which keep the model in between."""
+
+from __future__ import annotations
+
+import io
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+from opensora_sp.checkpoint import on_rank_0
+from opensora_sp.config import InferenceConfig
+from opensora_sp.data import to_frames
+from opensora_sp.parallel import SequenceMesh, closing_process_group
+from opensora_sp.runtime import Watchdog, raise_on_all_ranks
+from opensora_sp.runtime.cost_model_file import cost_model_of
+
+from .outputs import fingerprint
+from .pipeline import Pipeline
+from .placement import free_memory, place_encoders
+from .process_groups import choose_groups
+from .requests import Request
+from .run import build_pipeline, join_processes, opened_adapters, verify_parts, write_batch
+
+# Previews take at most about this part of the time, and have at most so many pixels a side.
+PREVIEW_SHARE, PREVIEW_SIDE = 0.1, 320
+# Keys of a config by which the model and its encoders are loaded, beside the path of the weights.
+LOADED = {"model", "vae", "text_encoder", "precision", "use_ema", "convert", "lora", "kernels"}
+LOADED |= {"compile", "sequence_parallel", "cost_model"}
+
+
+class RequestCancelledError(Exception):
+    """A request was cancelled."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request, with the config and the weights that ``preflight`` has checked."""
+
+    cfg: InferenceConfig
+    request: Request
+    weights: Path
+
+
+def serve(pipe: Connection) -> None:
+    """Sample each ``Work`` that comes through the pipe, until it is closed. Collective.
+
+    Rank 0 answers with ``("step", done, of all, PNG or b"")`` after each step, then with ``("done",
+    path of the video)``, or ``("cancelled",)`` where None came meanwhile.
+    """
+    with raise_on_all_ranks():
+        pass
+    device = join_processes()
+    with closing_process_group(), Watchdog(grace_time=0):
+        mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
+        session = Session(mesh, device, pipe)
+        with suppress(EOFError):
+            while True:
+                work = pipe.recv()
+                # None is about work that has ended meanwhile.
+                if work is not None:
+                    session.sample(work)
+
+
+class Session:
+    """The ranks' side: all of them share each video."""
+
+    def __init__(self, mesh: SequenceMesh, device: torch.device, pipe: Connection) -> None:
+        self.mesh, self.device, self.pipe = mesh, device, pipe
+        self._loaded: tuple[str, Pipeline, str] | None = None
+
+    def sample(self, work: Work) -> None:
+        """Sample a video and report it; see ``serve``. Collective."""
+        pipeline, digest = self._pipeline(work)
+        steps = _Steps(self, pipeline, work.request.size)
+        answer: tuple[str, ...] = ("cancelled",)
+        with suppress(RequestCancelledError):
+            batch, folder = [work.request], Path(work.cfg.outputs)
+            parts = pipeline.looped(batch, edit_step=steps.after)
+
+            folder.mkdir(parents=True, exist_ok=True)
+            written = write_batch(pipeline, batch, parts, self.mesh, folder, digest)
+            answer = ("done", *map(str, written))
+        if self.mesh.rank == 0:
+            self.pipe.send(answer)
+
+    def _pipeline(self, work: Work) -> tuple[Pipeline, str]:
+        """A pipeline, and on rank 0 the SHA-256 of its weights; loaded unless the last one fits."""
+        cfg, weights, digest = work.cfg, work.weights, ""
+        # Where encoders are placed by free memory, another size may need another placement.
+        shape = work.request.shape if self.device.type == "cuda" else ""
+        key = f"{weights} {shape} {cfg.model_dump_json(include=LOADED)}"
+        if self._loaded is not None and self._loaded[0] == key:
+            _, last, digest = self._loaded
+            return Pipeline(cfg, last.model, last.vae, last.text_encoder, self.device), digest
+
+        self._loaded = None
+        with on_rank_0("checking the weights") as is_rank_0:
+            if is_rank_0:
+                adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
+                verify_parts(weights, adapters)
+                digest = fingerprint(weights, adapters)
+
+        placed = None
+        if self.device.type == "cuda":
+            costs, size = cost_model_of(cfg.cost_model), self.mesh.sp_size
+            groups = choose_groups(cfg, [work.request], size, cost_model=costs)
+            placed = place_encoders(cfg, groups, free_memory(self.device))
+        pipeline = build_pipeline(cfg, weights, self.mesh, self.device, placed=placed)
+        self._loaded = (key, pipeline, digest)
+        return pipeline, digest
+
+
+class _Steps:
+    """Reports the steps of one request, and ends it where it is cancelled."""
+
+    def __init__(self, session: Session, pipeline: Pipeline, size: tuple[int, int]) -> None:
+        self.session, self.pipeline, self.size = session, pipeline, size
+        self.done, self.total = 0, pipeline.cfg.loop * pipeline.flow.num_sampling_steps
+        self.next_preview = 0.0
+
+    def after(self, number: int, t: Tensor, latents: Tensor) -> Tensor:
+        """Raises RequestCancelledError, on all ranks after the same step. Collective."""
+        mesh, pipe, device = self.session.mesh, self.session.pipe, self.session.device
+        self.done += 1
+        is_cancelled = torch.zeros((), device=device)
+        if mesh.rank == 0:
+            pipe.send(("step", self.done, self.total, self.preview(latents)))
+            if pipe.poll():
+                is_cancelled += pipe.recv() is None
+        if dist.is_initialized():
+            dist.broadcast(is_cancelled, src=0)
+        if is_cancelled.item():
+            raise RequestCancelledError
+        return latents
+
+    def preview(self, latents: Tensor) -> bytes:
+        """A PNG of the middle latent frame of ``[1, c, f, h, w]``; b"" soon after the last one."""
+        since = time.perf_counter()
+        if since < self.next_preview:
+            return b""
+        first = latents.shape[2] // 2
+        decoded = self.pipeline.vae.decode(latents[:, :, first : first + 1].float(), num_frames=1)
+        height, width = self.size
+        image, png = Image.fromarray(to_frames(decoded[0])[0, :height, :width]), io.BytesIO()
+        image.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
+        image.save(png, "PNG")
+
+        taken = time.perf_counter() - since
+        self.next_preview = since + taken / PREVIEW_SHARE
+        return png.getvalue()

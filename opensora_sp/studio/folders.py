@@ -1,0 +1,80 @@
+"""The folders that the studio reads and writes; paths outside of them are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from opensora_sp.checkpoint import find_weights
+from opensora_sp.checkpoint.adapters import find_adapters
+from opensora_sp.checkpoint.paths import committed_checkpoints
+
+SAMPLING = "sample.py"  # beside weights, the config to sample from them; a training writes it
+MEDIA = (".mp4", ".gif", ".png")
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Folders of runs, and the one of what the studio writes. Lists are newest first."""
+
+    runs: tuple[Path, ...]
+    outputs: Path
+
+    @classmethod
+    def of(cls, runs: Sequence[str], outputs: str) -> Folders:
+        """Make the folder of outputs; raise ValueError unless those of runs exist."""
+        for folder in runs:
+            if not Path(folder).is_dir():
+                raise ValueError(
+                    f"got {folder!r}, which is no folder; expected one that holds runs; pass the "
+                    "outputs of trainings"
+                )
+        Path(outputs).mkdir(parents=True, exist_ok=True)
+        return cls(tuple(Path(folder).resolve() for folder in runs), Path(outputs).resolve())
+
+    def checked(self, path: str | Path) -> Path:
+        """The absolute path, without links; raises ValueError if it is outside of the folders."""
+        found, allowed = Path(path).resolve(), (*self.runs, self.outputs)
+        if not any(found.is_relative_to(folder) for folder in allowed):
+            inside = " or ".join(map(str, allowed))
+            raise ValueError(
+                f"got the path {str(path)!r}; expected one inside of {inside}; choose another, or "
+                "start the studio with its folder"
+            )
+        return found
+
+    def trained(self) -> list[Path]:
+        """Runs that have logged steps."""
+        return self._holding("metrics.jsonl")
+
+    def weights(self) -> list[Path]:
+        """Runs and other folders of weights, each followed by its checkpoints."""
+        found = list[Path]()
+        for folder in self._holding(SAMPLING):
+            with suppress(ValueError):  # adapters alone, or nothing yet
+                find_weights(folder, ema=True)
+                found += [folder, *reversed(committed_checkpoints(folder))]
+        return found
+
+    def adapters(self) -> list[Path]:
+        """Runs that have trained LoRA adapters."""
+        return [path for path in self._holding(SAMPLING) if find_adapters(path) is not None]
+
+    def history(self) -> list[Path]:
+        """Videos and images that the studio has sampled."""
+        metadata = sorted(self.outputs.glob("*/*.json"), reverse=True)
+        return [video for path in metadata if (video := video_of(path)) is not None]
+
+    def _holding(self, name: str) -> list[Path]:
+        patterns = (name, f"*/{name}", f"*/*/{name}")
+        files = [path for root in self.runs for pattern in patterns for path in root.glob(pattern)]
+        files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        return list(dict.fromkeys(path.parent for path in files))
+
+
+def video_of(metadata: Path) -> Path | None:
+    """The video beside its metadata, or the single frame: an image of the same name is a sheet."""
+    paths = (metadata.with_suffix(suffix) for suffix in MEDIA)
+    return next((path for path in paths if path.is_file()), None)

@@ -1,0 +1,118 @@
+"""Requests of the page, checked, and the queue that hands them to the ranks in turn."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from opensora_sp.checkpoint.adapters import parse_source
+from opensora_sp.config import load_inference_config
+from opensora_sp.runtime.local_ranks import LocalRanks
+from opensora_sp.sampling.requests import file_name, requests_of
+from opensora_sp.sampling.run import preflight, resolved_sources
+from opensora_sp.sampling.session import Work
+
+from .folders import SAMPLING, Folders
+
+
+@dataclass(eq=False)
+class Job:
+    """One video to sample, and what has become of it, which the queue's thread writes."""
+
+    work: Work
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    state: Literal["waiting", "running", "done", "cancelled", "failed"] = "waiting"
+    steps: tuple[int, int] = (0, 0)  # done, of all
+    preview: bytes = b""  # PNG
+    video: Path | None = None
+    error: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("waiting", "running")
+
+
+def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs: Path) -> Work:
+    """Check a request as ``opensora-sp sample`` checks its command line.
+
+    Args:
+        values: of the config, by dotted key, and "prompt"; empty ones are those of the run.
+        outputs: the folder of its video.
+
+    Raises:
+        ValueError: for paths outside of the folders, and for what the command refuses.
+    """
+    given = {key: value for key, value in values.items() if value}
+    checkpoint = folders.checked(given.get("ckpt", ""))
+    sources = [parse_source(source) for source in given.get("lora", ())]
+    adapters = [(folders.checked(path), scale) for path, scale in sources]
+
+    beside = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
+    config = next((path / SAMPLING for path in beside if (path / SAMPLING).is_file()), None)
+    if config is None:
+        raise ValueError(
+            f"got checkpoint {str(checkpoint)!r} without {SAMPLING}; expected a run, or weights "
+            f"with a sampling config beside them; write one there, named {SAMPLING}"
+        )
+    prompt = given.pop("prompt", "").strip()
+    given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
+    given |= dict(prompts=[{"prompt": prompt}] if prompt else [], prompt_path=None, num_samples=1)
+    given |= dict(outputs=str(outputs), format="mp4", sp_size=nproc)
+    cfg = load_inference_config(config, values=given)
+
+    # Before any file is opened; a prompt may name some too.
+    for request in requests_of(cfg):
+        for path in (*request.prompt.references, *request.inputs.values()):
+            folders.checked(path)
+    lora = resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)
+    cfg = cfg.model_copy(update={"lora": lora})
+    requests, weights = preflight(cfg, nproc)
+    return Work(cfg, requests[0], weights)
+
+
+class Queue:
+    """Samples one job at a time, in a thread of its own.
+
+    Attributes:
+        jobs: those that have not ended, in their order.
+    """
+
+    def __init__(self, folders: Folders, ranks: LocalRanks) -> None:
+        self.folders, self.ranks, self.jobs = folders, ranks, list[Job]()
+        self._waiting, self._numbers = queue.SimpleQueue[Job](), itertools.count()
+        threading.Thread(target=self._run, name="queue", daemon=True).start()
+
+    def submit(self, values: Mapping[str, Any]) -> Job:
+        """Raises ValueError for what cannot be sampled; see ``work_of``."""
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{next(self._numbers):03d}"
+        outputs = self.folders.outputs / f"{name}-{file_name(values.get('prompt', ''))}"
+        job = Job(work_of(values, self.folders, nproc=self.ranks.nproc, outputs=outputs))
+        self.jobs.append(job)
+        self._waiting.put(job)
+        return job
+
+    def _run(self) -> None:
+        while True:
+            job = self._waiting.get()
+            try:
+                job.state = "cancelled" if job.cancelled.is_set() else self._sample(job)
+            except Exception as error:
+                job.error, job.state = str(error), "failed"
+            self.jobs.remove(job)
+
+    def _sample(self, job: Job) -> Literal["done", "cancelled"]:
+        def on_step(done: int, total: int, preview: bytes) -> None:
+            job.steps, job.preview = (done, total), preview or job.preview
+
+        job.state, is_cancelled = "running", job.cancelled.is_set
+        kind, *paths = self.ranks.run(job.work, on_step=on_step, is_cancelled=is_cancelled)
+        if kind == "cancelled":
+            return "cancelled"
+        job.video = Path(paths[0])
+        return "done"

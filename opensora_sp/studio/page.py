@@ -1,0 +1,141 @@
+"""The page, in Gradio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from opensora_sp.json_reader import read_json
+
+from . import views
+from .folders import Folders
+from .jobs import Job, Queue
+
+POLL, REFRESH = 0.3, 3.0  # seconds between two looks at a job, and at runs
+CSS = """
+.curves { display: grid; gap: 0.5rem; }
+.curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
+.row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
+.curves img, .row video, .row img { width: 100%; } video, img { max-width: 100%; }
+#shown video, #shown img, #progress img { width: 24rem; }
+#metadata { max-height: 24rem; overflow: auto; }
+progress { width: 100%; } pre[role=alert] { color: #d01030; white-space: pre-wrap; }
+"""
+# Config key -> label, and an example.
+FIELDS = {
+    "prompt": ("Prompt", ""),
+    "negative_prompt": ("Negative prompt", ""),
+    "resolution": ("Size", "128x192"),
+    "aspect_ratio": ("Aspect ratio", "9:16"),
+    "num_frames": ("Frames", "16 or 2s"),
+    "scheduler.num_sampling_steps": ("Steps", "30"),
+    "scheduler.cfg_scale": ("Guidance", "7.0"),
+    "seed": ("Seed", "42"),
+    "mask_strategy": ("Mask strategy: where frames of the references are placed", "0,0,0,0,1,0"),
+}
+WIDE = ("prompt", "negative_prompt", "mask_strategy")
+
+
+def build(folders: Folders, queue: Queue) -> gr.Blocks:
+    """The page over these folders and this queue."""
+    with gr.Blocks(title="opensora-sp studio", analytics_enabled=False) as page:
+        gr.Markdown("# opensora-sp studio")
+        with gr.Tab("Sample"):
+            _sampling(folders, queue, page)
+        with gr.Tab("Runs"):
+            _training(folders, page)
+    return page
+
+
+def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
+    own, fields = gr.State(None), dict[str, Any]()
+    with gr.Row():
+        with gr.Column(), gr.Group():
+            fields["ckpt"] = _chooser("Checkpoint", folders.weights(), folders)
+            with gr.Row():
+                for key, (label, example) in FIELDS.items():
+                    options = dict(min_width=500 if key in WIDE else 120, placeholder=example)
+                    fields[key] = gr.Textbox(label=label, lines=1, max_lines=1, **options)
+            fields["reference_path"] = gr.File(
+                label="References", file_count="multiple", file_types=["image", "video"], height=110
+            )
+            fields["lora"] = _chooser("LoRA: PATH or PATH:SCALE", [], folders, multiselect=True)
+            with gr.Row():
+                start = gr.Button("Sample", variant="primary")
+                cancel = gr.Button("Cancel", variant="stop")
+        with gr.Column():
+            state, shown = gr.HTML(elem_id="progress"), gr.HTML(elem_id="shown")
+            history = _chooser("History", [], folders)
+            metadata = gr.JSON(label="Metadata", elem_id="metadata")
+
+    async def sample(*texts: Any) -> AsyncIterator[Any]:
+        values = dict(zip(fields, texts, strict=True))
+        values["reference_path"] = ";".join(values["reference_path"] or ())
+        try:
+            job = await asyncio.to_thread(queue.submit, values)
+        except ValueError as error:
+            yield None, views.alert(error), gr.skip(), gr.skip(), gr.skip()
+            return
+        while not job.has_ended:
+            ahead = [*queue.jobs, job].index(job)
+            yield job, views.progress(job, ahead), gr.skip(), gr.skip(), gr.skip()
+            await asyncio.sleep(POLL)
+        found = show(None if job.video is None else str(job.video))
+        yield None, views.progress(job), *found, listed(folders.history())
+
+    def show(path: str | None) -> tuple[Any, Any]:
+        if not path:
+            return gr.skip(), gr.skip()
+        video = folders.checked(path)
+        return views.player(video), read_json(video.with_suffix(".json"))
+
+    def listed(paths: Sequence[Path]) -> Any:
+        return gr.Dropdown(choices=_names(paths, folders))
+
+    def refresh() -> list[Any]:
+        return [listed(find()) for find in (folders.weights, folders.adapters, folders.history)]
+
+    inputs, outputs = list(fields.values()), [own, state, shown, metadata, history]
+    events, quiet = [start.click, fields["prompt"].submit], "hidden"
+    gr.on(events, sample, inputs, outputs, concurrency_limit=None, show_progress=quiet)
+    cancel.click(_cancel, own, None, show_progress=quiet, queue=False)
+    history.input(show, history, [shown, metadata], show_progress=quiet)
+    page.load(refresh, None, [fields["ckpt"], fields["lora"], history], show_progress=quiet)
+
+
+def _cancel(job: Job | None) -> None:
+    if job is not None:
+        job.cancelled.set()
+
+
+def _training(folders: Folders, page: gr.Blocks) -> None:
+    runs = _chooser("Runs", folders.trained(), folders, multiselect=True, elem_id="runs")
+    curves, before = gr.HTML(), gr.State(None)
+
+    def show(chosen: list[str] | None, seen: Any) -> tuple[Any, Any]:
+        paths = [folders.checked(run) for run in chosen or ()]
+        found = views.changes([str(path) for path in paths])
+        return (gr.skip(), gr.skip()) if found == seen else (views.training(paths), found)
+
+    quiet = dict(show_progress="hidden")
+    page.load(lambda: gr.Dropdown(choices=_names(folders.trained(), folders)), None, runs)
+    gr.on([gr.Timer(REFRESH).tick, runs.change], show, [runs, before], [curves, before], **quiet)
+
+
+def _chooser(label: str, paths: Sequence[Path], folders: Folders, **options: Any) -> gr.Dropdown:
+    """A list that changes later on, or other text: whoever takes the value checks it."""
+    choices = _names(paths, folders)
+    value = [path for _, path in choices[:1]]
+    options |= dict(value=value if options.get("multiselect") else next(iter(value), None))
+    return gr.Dropdown(choices, label=label, allow_custom_value=True, interactive=True, **options)
+
+
+def _names(paths: Sequence[Path], folders: Folders) -> list[tuple[str, str]]:
+    """Paths as choices, shown from the last part of the chosen folder on."""
+    roots = [root.parent for root in (*folders.runs, folders.outputs)]
+    root_of = {path: next(root for root in roots if path.is_relative_to(root)) for path in paths}
+    return [(str(path.relative_to(root)), str(path)) for path, root in root_of.items()]

@@ -1,0 +1,96 @@
+"""The studio's server: the page behind a token, and videos of the chosen folders."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import warnings
+
+import gradio as gr
+import uvicorn
+from fastapi import FastAPI
+from fastapi.requests import HTTPConnection
+from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from opensora_sp.runtime.local_ranks import LocalRanks
+from opensora_sp.sampling.session import serve
+
+from .folders import MEDIA, Folders
+from .jobs import Queue
+from .page import CSS, build
+
+# The browser asks no other host.
+POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
+
+
+class Guard:
+    """Passes on requests with the token, in the address or then in a cookie."""
+
+    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
+        self.app, self.token, self.cookie = app, token, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY)]
+            await send(message)
+
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        asked = HTTPConnection(scope)
+        if self._is_token(asked.query_params.get("token")):
+            entered = RedirectResponse("/", 303)
+            entered.set_cookie(self.cookie, self.token, httponly=True, samesite="lax")
+            return await entered(scope, receive, send)
+        if self._is_token(asked.cookies.get(self.cookie)):
+            return await self.app(scope, receive, with_policy)
+        refusal = "got no token; expected that of this studio; open the address that it printed"
+        await PlainTextResponse(refusal, 403)(scope, receive, send)
+
+    def _is_token(self, given: str | None) -> bool:
+        return given is not None and secrets.compare_digest(given.encode(), self.token.encode())
+
+
+def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None) -> None:
+    """Serve the page until Ctrl-C; its address with the token is printed.
+
+    Raises:
+        ValueError: if nothing can listen there.
+    """
+    try:
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"got --host {host} and --port {port} to listen on ({error.strerror}); expected an "
+            "address of this machine and a free port; choose others"
+        ) from None
+    port = listening.getsockname()[1]
+    token = token or secrets.token_urlsafe(24)
+
+    ranks = LocalRanks(nproc, serve, folders.outputs / "ranks.log")
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/media")
+    def media(path: str) -> Response:
+        try:
+            found = folders.checked(path)
+        except ValueError as error:
+            return PlainTextResponse(str(error), 403)
+        is_shown = found.suffix in MEDIA and found.is_file()
+        return FileResponse(found) if is_shown else PlainTextResponse("no video there", 404)
+
+    # Of Gradio's own calls of Starlette.
+    warnings.filterwarnings("ignore", module="gradio")
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    page = build(folders, Queue(folders, ranks))
+    gr.mount_gradio_app(app, page, "/", theme=theme, css=CSS, footer_links=[])
+    app.add_middleware(Guard, token=token, cookie=f"studio-{port}")
+    sys.stdout.write(f"http://{host}:{port}/?token={token}\n")
+    sys.stdout.flush()
+    try:
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        ranks.stop()

@@ -1,0 +1,80 @@
+"""Parts of the page as HTML: the progress of a job, a video, training runs."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from opensora_sp.training.curves import CURVES, picture
+from opensora_sp.training.metrics import RANKS
+from opensora_sp.training.report import RunRecord
+from opensora_sp.training.validation import VIDEOS
+
+from .folders import video_of
+from .jobs import Job
+
+COLUMNS = 8  # validations whose videos are shown
+
+
+def alert(error: Exception | str) -> str:
+    """An error, with a line for each of its parts."""
+    return f"<pre role='alert'>{html.escape(str(error)).replace('; ', ';<br>')}</pre>"
+
+
+def progress(job: Job, ahead: int = 0) -> str:
+    """What a job is doing; ``ahead`` jobs come before it."""
+    if job.state == "failed":
+        return alert(job.error)
+    done, total = job.steps
+    running = f"step {done} of {total}" if total else "starting"
+    texts = {"running": running, "waiting": f"waiting, {ahead} before it"}
+    shown = f"<p role='status'>{texts.get(job.state, job.state)}</p>"
+    if job.state == "running":
+        shown += f"<progress aria-label='steps' value='{done}' max='{total or 1}'></progress>"
+        png = base64.b64encode(job.preview).decode()
+        shown += f"<img alt='preview' src='data:image/png;base64,{png}'>" if png else ""
+    return shown
+
+
+def player(path: Path) -> str:
+    """A video that plays, or an image."""
+    source = f"media?path={quote(str(path))}"
+    if path.suffix != ".mp4":
+        return f"<img alt='sample' src='{source}'>"
+    return f"<video controls loop muted autoplay playsinline src='{source}'></video>"
+
+
+def changes(runs: Sequence[str]) -> list[str | int]:
+    """Differs where runs have something new to show."""
+    names = ("metrics.jsonl", "validation.jsonl", RANKS)
+    files = [Path(run) / name for run in runs for name in names]
+    return [*runs, *(path.stat().st_mtime_ns for path in files if path.is_file())]
+
+
+def training(runs: Sequence[Path]) -> str:
+    """Curves with a color for each run, then videos over training steps."""
+    records = list[RunRecord]()
+    for run in runs:
+        with suppress(ValueError):  # nothing is logged yet
+            records.append(RunRecord.read(run))
+    if not records:
+        return "<p>Choose runs that have logged a step.</p>"
+    pictures = "".join(picture(title, records) for title in CURVES)
+    return f"<div class='curves'>{pictures}</div>" + "".join(map(_videos, records))
+
+
+def _videos(run: RunRecord) -> str:
+    """A row for each prompt, from the newest validation to older ones."""
+    rows: dict[str, str] = {}
+    for folder in sorted((run.folder / VIDEOS).glob("step_*"), reverse=True)[:COLUMNS]:
+        for metadata in sorted(folder.glob("*.json")):
+            video, step = video_of(metadata), int(folder.name.removeprefix("step_"))
+            if video is not None:
+                figure = f"<figure>{player(video)}<figcaption>step {step}</figcaption></figure>"
+                rows[metadata.stem] = rows.get(metadata.stem, "") + figure
+    titled = {html.escape(f"{run.folder.name}: {name}"): row for name, row in rows.items()}
+    return "".join(f"<h4>{name}</h4><div class='row'>{row}</div>" for name, row in titled.items())

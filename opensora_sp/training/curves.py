@@ -1,0 +1,92 @@
+"""Plots of training runs, one function for each; several runs may share one.
+
+Each draws a run into axes whose x is the optimizer step, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .metrics import RANKS, plot_loss, read_lines
+from .report import RunRecord
+
+Draw = Callable[[Any, RunRecord, str], None]
+"""``draw(axes, run, color)``"""
+OLDER = 8  # validations whose losses by timestep are drawn
+
+
+def picture(title: str, runs: Sequence[RunRecord]) -> str:
+    """An HTML image of one of ``CURVES``, with a color for each run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8, 3.2), dpi=110, layout="constrained")
+    axes, png = figure.subplots(), io.BytesIO()
+    axes.set(xlabel="optimizer step")
+    axes.grid(alpha=0.3)
+    for number, run in enumerate(runs):
+        CURVES[title](axes, run, f"C{number}")
+    axes.set(title=title, ylabel="")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+    figure.savefig(png, format="png")
+    source = base64.b64encode(png.getvalue()).decode()
+    return f"<img alt='{title}' src='data:image/png;base64,{source}'>"
+
+
+def _loss(axes: Any, run: RunRecord, color: str) -> None:
+    plot_loss(axes, run.lines, color=color, label=run.folder.name)
+
+
+def _heldout(axes: Any, run: RunRecord, color: str) -> None:
+    steps, losses = ([line[key] for line in run.validations] for key in ("step", "loss"))
+    axes.plot(steps, losses, "o-", color=color, markersize=3, label=run.folder.name)
+
+
+def _heldout_by_timestep(axes: Any, run: RunRecord, color: str) -> None:
+    """The newest validation, and faintly the earlier ones."""
+    for age, line in enumerate(reversed(run.validations[-OLDER:])):
+        losses = line["loss_by_bin"]
+        middles = (np.arange(len(losses)) + 0.5) / len(losses)
+        label = None if age else f"{run.folder.name}, step {line['step']}"
+        axes.plot(middles, losses, ".-", color=color, alpha=0.25 if age else 1, label=label)
+    axes.set(xlabel="timestep, from data (0) to noise (1)")
+
+
+def _metric(key: str) -> Draw:
+    def draw(axes: Any, run: RunRecord, color: str) -> None:
+        axes.plot(run.column("step"), run.column(key), color=color, label=run.folder.name)
+        axes.axhline(0, color="grey", linewidth=0.8)  # a part of the range
+
+    return draw
+
+
+def _idle(axes: Any, run: RunRecord, color: str) -> None:
+    """The share of its time in which each rank waits, for data or for others."""
+    lines = read_lines(run.folder / RANKS)
+    steps = [line["step"] for line in lines]
+    for rank in range(len(lines[-1]["data_wait"]) if lines else 0):
+        # The number of ranks may differ where a run was resumed.
+        waits = [
+            line["data_wait"][rank] + line["communication"][rank]
+            if rank < len(line["data_wait"])
+            else np.nan
+            for line in lines
+        ]
+        style = ("-", "--", ":", "-.")[rank % 4]
+        axes.plot(steps, waits, style, color=color, label=f"{run.folder.name}, rank {rank}")
+    axes.axhline(0, color="grey", linewidth=0.8)
+
+
+CURVES: dict[str, Draw] = {
+    "training loss": _loss,
+    "held-out loss": _heldout,
+    "held-out loss by timestep": _heldout_by_timestep,
+    "speed: tokens per second": _metric("tokens_per_s"),
+    "memory: largest peak of a rank, GB": _metric("peak_memory_gb"),
+    "idle time: share of each rank": _idle,
+}

@@ -1,0 +1,291 @@
+"""The studio in a real browser: Debian's Chromium, driven by Playwright.
+
+One studio with two ranks serves all tests. No test writes a video that another one looks at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import psutil
+import pytest
+from runs import ROOT, write_random_model
+from studio_runs import log_step, write_run
+
+from opensora_sp.data import read_video
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium"),
+]
+MILLISECONDS = 300_000  # that a page has, on a machine with other work
+
+
+@dataclass
+class Studio:
+    """A studio of two ranks, and all that its browsers have asked for.
+
+    Attributes:
+        trap: the proxy of all HTTP clients of its processes, which nobody may ask.
+        asked: addresses of the requests of its pages.
+    """
+
+    process: subprocess.Popen[str]
+    url: str
+    folder: Path
+    browser: Any
+    trap: socket.socket
+    asked: list[str] = field(default_factory=list)
+
+    @property
+    def origin(self) -> str:
+        return self.url.partition("/?")[0]
+
+    def page(self, width: int = 1280, height: int = 900) -> Any:
+        """A user who opens the address."""
+        context = self.browser.new_context(viewport=dict(width=width, height=height))
+        context.on("request", lambda request: self.asked.append(request.url))
+        page = context.new_page()
+        page.set_default_timeout(MILLISECONDS)
+        page.goto(self.url)
+        page.get_by_role("button", name="Sample").wait_for()
+        return page
+
+    def ranks(self) -> list[int]:
+        children = psutil.Process(self.process.pid).children()
+        return sorted(one.pid for one in children if "spawn_main" in " ".join(one.cmdline()))
+
+    def fetch(self, path: str, *, token: bool = True) -> tuple[int, bytes]:
+        """Status and body of a path, for somebody with the token or without it."""
+        headers = {}
+        if token:
+            headers["Cookie"] = f"studio-{urlsplit(self.url).port}={self.url.partition('=')[2]}"
+        request = urllib.request.Request(self.origin + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
+    folder = tmp_path_factory.mktemp("studio")
+    model = folder / "outputs" / "model"
+    model.mkdir(parents=True)
+    write_random_model(model)
+    for name in ("one", "two"):
+        write_run(folder / "outputs" / name)
+
+    trap = socket.create_server(("127.0.0.1", 0))
+    trap.setblocking(False)
+    proxy = f"http://127.0.0.1:{trap.getsockname()[1]}"
+    command = [sys.executable, "-m", "opensora_sp.cli", "studio", "outputs", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": "127.0.0.1"}
+    log = (folder / "log").open("w")
+    process = subprocess.Popen(
+        [*command, "--nproc", "2"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process, importlib.import_module("playwright.sync_api").sync_playwright() as driver:
+        try:
+            url = process.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:"), (folder / "log").read_text()
+            browser = driver.chromium.launch(
+                executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            )
+            yield Studio(process, url, folder, browser, trap)
+            browser.close()
+        finally:
+            process.terminate()
+
+
+def field_of(page: Any, label: str) -> Any:
+    return page.get_by_label(label, exact=True).first
+
+
+def is_focused(element: Any) -> bool:
+    return bool(element.evaluate("one => one === document.activeElement"))
+
+
+def sample(page: Any, prompt: str, **fields: str) -> None:
+    """Type a prompt and other fields, and press Enter in the prompt."""
+    for label, text in fields.items():
+        field_of(page, label).fill(text)
+    field_of(page, "Prompt").fill(prompt)
+    field_of(page, "Prompt").press("Enter")
+
+
+def await_state(page: Any, text: str) -> None:
+    page.locator("[role=status]").filter(has_text=text).wait_for()
+
+
+def await_error(page: Any) -> str:
+    page.get_by_role("alert").wait_for()
+    return str(page.get_by_role("alert").inner_text())
+
+
+def test_a_typed_prompt_becomes_a_video_that_plays(studio: Studio, tmp_path: Path) -> None:
+    """By the keyboard alone; then again from the history, after the page is loaded anew."""
+    page = studio.page()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if is_focused(field_of(page, "Prompt")):
+            break
+    page.keyboard.type("a red circle")
+    for label in ("Negative prompt", "Size", "Aspect ratio", "Frames", "Steps"):
+        page.keyboard.press("Tab")
+        assert is_focused(field_of(page, label)), label
+    page.keyboard.type("100")
+    page.get_by_role("button", name="Sample").focus()
+    page.keyboard.press("Enter")
+
+    await_state(page, "step")
+    preview = page.get_by_alt_text("preview")
+    preview.wait_for()
+    first = preview.get_attribute("src")
+    page.wait_for_function("old => document.querySelector('[alt=preview]')?.src != old", arg=first)
+    await_state(page, "done")
+
+    video = page.locator("#shown video")
+    video.wait_for()
+    page.wait_for_function("document.querySelector('#shown video').readyState >= 2")
+    size = video.evaluate("one => [one.videoWidth, one.videoHeight, one.error]")
+    assert size == [24, 28, None] and video.evaluate("one => one.duration") > 0.5
+    status, data = studio.fetch("/" + video.get_attribute("src"))
+    (tmp_path / "a.mp4").write_bytes(data)
+    assert status == 200 and read_video(tmp_path / "a.mp4", num_frames=5)[0].shape == (5, 28, 24, 3)
+    assert "a red circle" in page.locator("#metadata").inner_text()
+
+    (metadata,) = (studio.folder / "studio").glob("*/000-a-red-circle.json")
+    facts = json.loads(metadata.read_text())
+    assert facts["config"]["scheduler"]["num_sampling_steps"] == 100
+
+    page.reload()
+    page.get_by_role("listbox", name="History").click()
+    page.get_by_role("option").filter(has_text="000-a-red-circle.mp4").click()
+    page.locator("#shown video").wait_for()
+    assert "a red circle" in page.locator("#metadata").inner_text()
+
+
+def test_cancel_by_the_keyboard_keeps_the_ranks(studio: Studio) -> None:
+    page = studio.page()
+    sample(page, "a blue square", Steps="3")
+    await_state(page, "done")
+    before = studio.ranks()
+
+    sample(page, "a blue square", Steps="100000")
+    await_state(page, "step")
+    page.get_by_role("button", name="Cancel").focus()
+    page.keyboard.press("Enter")
+    await_state(page, "cancelled")
+
+    sample(page, "a blue square", Steps="3")
+    await_state(page, "done")
+    assert studio.ranks() == before and len(before) == 2
+
+
+def test_two_users_wait_for_each_other(studio: Studio) -> None:
+    one, two = studio.page(), studio.page()
+    sample(one, "first", Steps="100000")
+    await_state(one, "step")
+    sample(two, "second", Steps="3")
+    await_state(two, "waiting, 1 before it")
+    one.get_by_role("button", name="Cancel").click()
+    await_state(one, "cancelled")
+    await_state(two, "done")
+    assert "second" in two.locator("#metadata").inner_text()
+
+
+def test_a_killed_rank_fails_its_request_alone(studio: Studio) -> None:
+    page = studio.page()
+    sample(page, "a green circle", Steps="100000")
+    await_state(page, "step")
+    killed = studio.ranks()
+    psutil.Process(killed[1]).kill()
+    error = await_error(page)
+    assert "(-9)" in error and "expected all 2 ranks to live" in error and "try again" in error
+
+    sample(page, "a green circle", Steps="3")
+    await_state(page, "done")
+    assert not set(studio.ranks()) & set(killed)
+
+
+def test_what_cannot_be_sampled_is_an_error_of_three_parts(studio: Studio, tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    outside = json.dumps({"reference_path": str(tmp_path / "secret.png")})
+    page = studio.page()
+    for prompt, fields, message in (
+        ("a", {"Size": "wide"}, "'wide'"),
+        ("a", {"Size": "", "Frames": "100000"}, "got clips of 100,000 frames"),
+        ("a" + outside, {"Frames": ""}, "got the path"),
+        ("", {}, "got no prompts"),
+    ):
+        sample(page, prompt, **fields)
+        page.get_by_role("alert").filter(has_text=message).wait_for()
+        error = await_error(page)
+        assert "got" in error and "expected" in error and ";" in error, error
+
+    refused = quote(str(tmp_path / "secret.png"))
+    assert studio.fetch(f"/media?path={refused}")[0] == 403
+    assert studio.fetch(f"/media?path={studio.folder}/outputs/model/config.json")[0] == 404
+    assert studio.fetch(f"/gradio_api/file={refused}")[0] in (403, 404)
+    for path in ("/", "/config", f"/media?path={refused}", "/?token=wrong"):
+        assert studio.fetch(path, token=False)[0] == 403
+
+
+def test_the_runs_tab_follows_runs_that_train(studio: Studio) -> None:
+    page = studio.page()
+    page.get_by_role("tab", name="Runs").click()
+    page.get_by_alt_text("training loss").wait_for()
+    assert page.locator(".curves img").count() == 6
+    alone = page.get_by_alt_text("training loss").get_attribute("src")
+
+    changed = "old => document.querySelector('[alt=\"training loss\"]').src != old"
+    page.locator("#runs input").first.click()
+    page.get_by_role("option").filter(has_text="outputs/one").click()
+    page.wait_for_function(changed, arg=alone)
+    both = page.get_by_alt_text("training loss").get_attribute("src")
+
+    log_step(studio.folder / "outputs" / "one", 4)
+    page.wait_for_function(changed, arg=both)
+
+
+def test_it_fits_a_phone(studio: Studio) -> None:
+    page = studio.page(width=360, height=740)
+    sample(page, "on a phone", Steps="3")
+    await_state(page, "done")
+    for tab in ("Sample", "Runs"):
+        page.get_by_role("tab", name=tab).click()
+        width = page.evaluate("document.scrollingElement.scrollWidth")
+        assert width <= 360, tab
+    assert page.get_by_role("tab", name="Runs").is_visible()
+
+
+def test_nothing_is_asked_of_another_machine(studio: Studio) -> None:
+    """By any page of the tests above, or of one that is opened here; nor by the processes."""
+    studio.page().get_by_role("tab", name="Runs").click()
+    hosts = {urlsplit(url).netloc for url in studio.asked if not url.startswith(("data:", "blob:"))}
+    assert len(studio.asked) > 50 and hosts == {urlsplit(studio.url).netloc}
+    with pytest.raises(BlockingIOError):
+        studio.trap.accept()
