@@ -58,7 +58,8 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
             fields["ckpt"] = _chooser("Checkpoint", folders.weights(), folders)
             with gr.Row():
                 for key, (label, example) in FIELDS.items():
-                    options = dict(min_width=500 if key in WIDE else 120, placeholder=example)
+                    width = 500 if key in WIDE else 120
+                    options: dict[str, Any] = dict(min_width=width, placeholder=example)
                     fields[key] = gr.Textbox(label=label, lines=1, max_lines=1, **options)
             fields["reference_path"] = gr.File(
                 label="References", file_count="multiple", file_types=["image", "video"], height=110
@@ -121,7 +122,7 @@ def _training(folders: Folders, page: gr.Blocks) -> None:
         found = views.changes([str(path) for path in paths])
         return (gr.skip(), gr.skip()) if found == seen else (views.training(paths), found)
 
-    quiet = dict(show_progress="hidden")
+    quiet: dict[str, Any] = dict(show_progress="hidden")
     page.load(lambda: gr.Dropdown(choices=_names(folders.trained(), folders)), None, runs)
     gr.on([gr.Timer(REFRESH).tick, runs.change], show, [runs, before], [curves, before], **quiet)
 
