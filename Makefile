@@ -44,7 +44,7 @@ demo: $(VENV)/.installed
 		--prompt "a blue circle moving left on a white background" \
 		--prompt "a red triangle moving up on a blue background"
 	$(BIN)/python scripts/check_demo.py $(DEMO)
-	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.png"
+	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.gif"
 
 # The tiers of tests (tests/README.md). What needs the machine for itself is slow, and runs alone after the others.
 WORKERS ?= 3

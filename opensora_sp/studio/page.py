@@ -42,7 +42,8 @@ WIDE = ("prompt", "negative_prompt", "mask_strategy")
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:
     """The page over these folders and this queue."""
-    with gr.Blocks(title="opensora-sp studio", analytics_enabled=False) as page:
+    page = gr.Blocks(title="opensora-sp studio", analytics_enabled=False)
+    with page:
         gr.Markdown("# opensora-sp studio")
         with gr.Tab("Sample"):
             _sampling(folders, queue, page)
