@@ -20,7 +20,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle")
 # Share of the frame that shapes keep away from its edges.
-MARGIN = 0.035
+MARGIN = 0.02
 DIRECTIONS = {"right": (1.0, 0.0), "left": (-1.0, 0.0), "down": (0.0, 1.0), "up": (0.0, -1.0)}
 
 
@@ -77,15 +77,15 @@ def is_held_out(caption: str) -> bool:
 
 
 def toy_clip(seed: int, index: int) -> ToyClip:
-    """Draw clip ``index`` of a seed; the shape crosses the middle of the frame and stays inside."""
+    """Draw clip ``index`` of a seed; the shape moves outwards and stays inside the frame."""
     rng = np.random.Generator(np.random.Philox(key=[seed, index]))
     colour, background = rng.permutation(list(COLOURS))[:2]
     direction = str(rng.choice(list(DIRECTIONS)))
-    radius, speed = rng.uniform(0.18, 0.2), rng.uniform(0.44, 0.48)
+    radius, speed = rng.uniform(0.17, 0.185), rng.uniform(0.36, 0.38)
 
-    # Near the middle of the frame, which the shape crosses.
+    # From near the middle outwards: where a shape is tells where it goes.
     across = 0.5 + rng.uniform(-0.05, 0.05)
-    along = 0.5 - speed / 2 + rng.uniform(-0.025, 0.025)
+    along = 0.4 + rng.uniform(-0.015, 0.015)
     horizontal, forward = direction in ("left", "right"), direction in ("right", "down")
     along = along if forward else 1 - along
     start = (along, across) if horizontal else (across, along)

@@ -62,7 +62,7 @@ def lay_out(folder: Path, *, trained: bool) -> None:
     (folder / "videos" / "clips.csv").unlink()
     if trained:
         return
-    manifest = write_toy_set(folder / "data" / "toy", 9)
+    manifest = write_toy_set(folder / "data" / "toy", 40)
     (folder / "data" / "clips.csv").write_text(
         manifest.read_text().replace("\n", "\ntoy/").removesuffix("toy/")
     )
