@@ -5,14 +5,14 @@ _base_ = ["../_base_/demo_model.py"]
 sp_size = 2
 precision = "fp32"
 dataset = dict(manifest="data/toy/clips.csv", cache=True)
-batch_size = 19  # not a multiple of sp_size: nothing has to divide
-max_steps = 4000
+batch_size = 39  # not a multiple of sp_size: nothing has to divide
+max_steps = 2000
 warmup_steps = 50
 lr_schedule = "cosine"
 optimizer = dict(lr=4e-3, betas=(0.9, 0.99))
 grad_clip = 1.0
 ema_decay = 0.99
 log_every = 20
-ckpt_every = 1000
+ckpt_every = 500
 keep_last = 2
 outputs = "outputs/demo"
