@@ -157,7 +157,7 @@ def choose_config(
 
     name, values, notes = parse_model_config(saved, source)
     if model is not None and issubclass(model_class(model), model_class(name)):
-        # Strict loading lists what a derived class has beside.
+        # What a derived class has beside is drawn at random, or missing where adapters are merged.
         name = model_class(model).__name__
     if model is not None:
         preset = PRESETS[model][1] if model in PRESETS else {}

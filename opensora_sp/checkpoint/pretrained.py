@@ -46,7 +46,7 @@ def from_pretrained(
             ``opensora_sp.checkpoint.pickle_file``.
         strict: refuse missing, unexpected and reshaped tensors. Otherwise those are skipped with
             a warning, and the model keeps its random ones. Weights of a class that ``model`` is
-            derived from are accepted, and what it adds keeps its initialization.
+            derived from are accepted without ``lora``, and what it adds keeps its initialization.
         ema: load the EMA weights where there are both.
         convert: conversions to apply, some of ``CONVERSIONS``.
         lora: LoRA adapters to merge into the weights, each ``PATH`` or ``PATH:SCALE``; see
@@ -73,7 +73,7 @@ def from_pretrained(
 
     with torch.device("meta"):
         built = model_class(name)(settings)
-    weights = fitted(weights, built, convert=convert, strict=strict, of_base=True)
+    weights = fitted(weights, built, convert=convert, strict=strict, of_base=not lora)
     weights = _with_adapters(weights, built, lora, ema=ema, allow_pickle=allow_pickle)
 
     if len(weights.tensors) < len(built.state_dict()):

@@ -71,17 +71,18 @@ class Dataset(Strict):
 
     caption_scores: Literal["words"] | None = None
     """Append the manifest's columns aes, flow and cmotion to captions, in the words of Open-Sora
-    1.3; see docs/data.md. None appends none.
+    1.3; see docs/data.md. None appends none. With CachedFeatures, to those of held-out clips.
     """
 
     remove_caption_prefix: bool = False
-    """Remove beginnings of captions such as `The video shows`."""
+    """Remove beginnings of captions such as `The video shows`; with CachedFeatures as above."""
 
-    def captions(self, seed: int) -> Captions | None:
+    @property
+    def captions(self) -> Captions | None:
         """How captions of a manifest are changed; None if they are not."""
         if self.caption_scores is None and not self.remove_caption_prefix:
             return None
-        return Captions(self.caption_scores is not None, self.remove_caption_prefix, seed)
+        return Captions(self.caption_scores is not None, self.remove_caption_prefix)
 
     @model_validator(mode="after")
     def _has_its_source(self) -> Dataset:
@@ -98,11 +99,6 @@ class Dataset(Strict):
             raise ValueError(
                 "got dataset.cache with 'CachedFeatures'; expected one of them; remove "
                 "dataset.cache"
-            )
-        if is_cached and self.manifest is None and self.captions(0) is not None:
-            raise ValueError(
-                "got dataset.caption_scores or remove_caption_prefix with 'CachedFeatures', whose "
-                "captions are encoded already; expected them where the cache is made; remove them"
             )
         return self
 

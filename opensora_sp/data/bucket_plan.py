@@ -13,7 +13,7 @@ import bisect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -160,10 +160,13 @@ class BucketPlan:
         for number in range(self.epoch_of(steps - 1).number + 1):
             yield number, self.epoch(number).members
 
-    def buckets_with_clips(self, step: int) -> set[str]:
-        """Names of the buckets that have clips in the epoch of a step."""
-        counts = self.epoch_of(step).counts
-        return {self.buckets.entries[entry].name for entry, of in counts.items() if of.clips}
+    @cached_property
+    def buckets_with_clips(self) -> set[str]:
+        """Names of the buckets that clips fall into in some epoch, whatever is drawn."""
+        numbers = self.buckets.possible(
+            self.num_frames, self.height, self.width, interval=self.frame_interval
+        )
+        return {self.buckets.entries[number].name for number in numbers}
 
     def describe(self, step: int = 0) -> list[str]:
         """The report before training: the contents of each bucket, and why clips were dropped."""

@@ -49,6 +49,12 @@ class BucketEntry(NamedTuple):
     def name(self) -> str:
         return f"{self.resolution} x {self.num_frames}"
 
+    def fits(self, num_frames: np.ndarray, interval: int) -> np.ndarray:
+        """Whether files of so many frames are long enough, bool; see ``Buckets.assign``."""
+        if self.num_frames == 1:
+            return num_frames == 1
+        return num_frames > self.num_frames * interval
+
     def shape_at(self, aspect_ratio: float) -> ClipShape:
         """The shape that clips of a height over width are cut to."""
         aspect = closest_aspect(self.resolution, aspect_ratio, 1.0)
@@ -137,10 +143,7 @@ class Buckets:
 
             for number in range(first, last):
                 entry, drawn = self.entries[number], draws[:, number]
-                fits = num_frames > entry.num_frames * interval
-                if entry.num_frames == 1:
-                    fits = num_frames == 1
-                tries = taken = candidates & fits
+                tries = taken = candidates & entry.fits(num_frames, interval)
                 if entry.keep_frames is not None:
                     taken = tries & (drawn[:, 0] <= entry.keep_frames)
 
@@ -150,6 +153,34 @@ class Buckets:
                 # A clip that is not kept tries the next resolution.
                 candidates &= ~taken
         return assigned
+
+    def possible(
+        self, num_frames: np.ndarray, height: np.ndarray, width: np.ndarray, *, interval: int
+    ) -> list[int]:
+        """Numbers of the entries that ``assign`` gives some clip, with any draws.
+
+        Args:
+            num_frames, height, width, interval: as of ``assign``.
+        """
+        pixels, found = height * width, []
+        # Clips that no larger resolution is certain to keep.
+        free = np.ones(len(pixels), dtype=bool)
+        for first, last in self._resolutions():
+            enough = pixels >= MIN_PIXEL_SHARE * num_pixels(self.entries[first].resolution)
+            # Those that no entry is certain to take, and those that one may take and not keep.
+            candidates, passed_on = free & enough, np.zeros_like(free)
+
+            for number in range(first, last):
+                entry = self.entries[number]
+                tries = candidates & entry.fits(num_frames, interval)
+                if entry.keep and tries.any():
+                    found.append(number)
+                if entry.keep < 1:
+                    passed_on |= tries
+                if entry.keep_frames in (None, 1):
+                    candidates &= ~tries
+            free &= ~enough | candidates | passed_on
+        return found
 
     def _resolutions(self) -> Iterator[tuple[int, int]]:
         """The entries ``[first, last)`` of each resolution."""

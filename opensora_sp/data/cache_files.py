@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,7 @@ def index_of(
     source: dict[str, int],
     sizes: dict[ClipShape, tuple[int, int, int]],
     shards: list[Shard],
+    outdated: Collection[Key] = (),
 ) -> dict[str, Any]:
     """The content of ``index.json``, without a checksum.
 
@@ -251,6 +252,7 @@ def index_of(
         source: channels, width and max_length of the encoders.
         sizes: of the latents of each shape.
         shards: all there are; of a clip that several hold the last one counts.
+        outdated: clips that are left out, of files that have another content now.
     """
     shard_of: dict[Key, int] = {}
     fps: dict[Key, float] = {}
@@ -261,6 +263,8 @@ def index_of(
         fps |= shard.fps
         texts |= {clip: (number, tokens) for clip, tokens in shard.texts.items()}
         corrupt |= shard.corrupt
+    for key in outdated:
+        fps.pop(key, None)
 
     latents = {}
     for shape, size in sizes.items():

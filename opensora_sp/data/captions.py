@@ -54,6 +54,8 @@ SCORES = ("aes", "flow")
 CAMERA = "cmotion"
 # Probability of leaving a score out, so that a model also learns from captions without.
 DROP = 0.2
+# Of the draws: what a caption says belongs to its manifest, whatever the seed of a run is.
+SEED = 42
 
 Sentences = Mapping[str, str | None]
 """By the phrase that a text may have itself: a sentence without its full stop, None for none."""
@@ -67,12 +69,10 @@ class Captions:
         with_scores: append what the columns ``aes``, ``flow`` and ``cmotion`` have. Of each clip
             and score it is drawn once whether it is left out.
         without_prefix: remove a beginning in ``PREFIXES``.
-        seed: of these draws.
     """
 
     with_scores: bool = False
     without_prefix: bool = False
-    seed: int = 0
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -92,15 +92,17 @@ class Captions:
         if not self.with_scores:
             return found
 
-        drawn = generator(self.seed, "caption_scores").random((len(found), len(SCORES)))
+        drawn = generator(SEED, "caption_scores").random((len(found), len(SCORES)))
         for line, text in enumerate(found):
             known = {}
             for name, number in zip(SCORES, drawn[line], strict=True):
                 score = scores[name][line]
                 known[name] = None if math.isnan(score) or number < DROP else float(score)
+            text = text.rstrip()
             if text and not text.endswith("."):
                 text += "."
-            found[line] = with_sentences(text, score_words(**known, camera=motions[line] or None))
+            sentences = score_words(**known, camera=motions[line] or None)
+            found[line] = with_sentences(text, sentences).lstrip()
         return found
 
 

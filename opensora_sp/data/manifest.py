@@ -83,7 +83,8 @@ class Manifest(Sequence[Entry]):
             raise ValueError(
                 f"got manifest {str(self.file)!r} with the columns {list(columns)} for "
                 "dataset.caption_scores; expected at least one of "
-                f"{', '.join(captions.columns)}; add it, or set caption_scores=None"
+                f"{', '.join(captions.columns)}; add one to this file, with empty cells where "
+                "it is not known"
             )
 
         scores, unknown = {}, [None] * len(self)
@@ -336,7 +337,7 @@ def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndar
         except (TypeError, ValueError):
             kind = "a whole number" if name in WHOLE else "a number"
             raise ValueError(
-                f"got {name} {value!r} for clip {row + 1} of {str(path)!r}; expected {kind} or "
-                "nothing; correct it"
+                f"got {name} {value!r} for clip {row + 1} of {str(path)!r}; expected {kind} >= 0 "
+                "or nothing; correct it"
             ) from None
     return numbers

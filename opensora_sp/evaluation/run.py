@@ -148,7 +148,7 @@ def preflight(
         time_limit=cfg.dataset.time_limit,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        captions=cfg.dataset.captions(cfg.seed),
+        captions=cfg.dataset.captions,
     )
     return cfg, sources, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
 

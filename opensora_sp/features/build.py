@@ -53,7 +53,7 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
         seed=cfg.seed,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        captions=cfg.dataset.captions(cfg.seed),
+        captions=cfg.dataset.captions,
         **cfg.dataset.model_dump(exclude=NOT_OF_FILES),
     )
 

@@ -135,7 +135,7 @@ def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
     wanted["dataset.manifest"] = found["dataset.manifest"]
     if cfg.dataset.manifest is not None:
         files = () if cfg.extra_files is None else cfg.extra_files.names
-        rows = Manifest(cfg.dataset.manifest, files, captions=cfg.dataset.captions(cfg.seed))
+        rows = Manifest(cfg.dataset.manifest, files, captions=cfg.dataset.captions)
         wanted["dataset.manifest"] = manifest_digest(rows)
     check_made_of(found, wanted, str(dataset.folder))
 

@@ -145,13 +145,16 @@ class CacheWriter:
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
         shards, changed = self.former, self._changed()
+        of_former: set[Key] = set().union(*(shard.fps for shard in self.former))
         while True:
-            encoded: set[Key] = set().union(*(shard.fps for shard in shards))
+            own = shards[len(self.former) :]
+            new: set[Key] = set().union(*(shard.fps for shard in own))
+            encoded = (of_former - changed) | new
             # What a former run has found to be corrupt is tried again.
-            corrupt: set[Key] = set().union(*(s.corrupt for s in shards[len(self.former) :]))
+            corrupt: set[Key] = set().union(*(shard.corrupt for shard in own))
             used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
 
-            done = (encoded - changed) | corrupt
+            done = encoded | corrupt
             todo: dict[int, list[ClipShape]] = {}
             for shape, clips in used.items():
                 for clip in clips.tolist():
@@ -160,7 +163,7 @@ class CacheWriter:
             if not todo:
                 break
             self._write_shards(dict(sorted(todo.items())), shards)
-            shards, changed = self.shards(), set()
+            shards = self.shards()
 
         if not encoded:
             raise ValueError(
@@ -168,7 +171,7 @@ class CacheWriter:
                 "check the manifest"
             )
         if self.rank == 0:
-            self._write_index(list(used), shards)
+            self._write_index(list(used), shards, changed - new)
 
     def shards(self) -> list[Shard]:
         """All that are complete, in order.
@@ -286,7 +289,7 @@ class CacheWriter:
         path = self.folder / f"shard-{number:06d}.safetensors"
         self.disk.write_file(path, content.to_bytes())
 
-    def _write_index(self, used: list[ClipShape], shards: list[Shard]) -> None:
+    def _write_index(self, used: list[ClipShape], shards: list[Shard], outdated: set[Key]) -> None:
         shapes = set(used)
         for shard in shards:
             shapes.update(shape for _, shape in shard.fps)
@@ -298,7 +301,7 @@ class CacheWriter:
         names = ("channels", "width", "max_length")
         source = {name: getattr(self.encoders, name) for name in names}
         sizes = {shape: self.encoders.latent_size(shape) for shape in sorted(shapes)}
-        index = index_of(self.made_of, source, sizes, shards)
+        index = index_of(self.made_of, source, sizes, shards, outdated)
         index["manifest_columns"] = self.dataset.fingerprint
         index[MANIFEST_CHECKSUM] = file_checksum(self.folder / MANIFEST)
         self.disk.write_file(self.folder / INDEX, _json(sealed(index)))

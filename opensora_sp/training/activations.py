@@ -28,13 +28,12 @@ class ActivationBudget:
     """Sets the levels of gradient checkpointing before each forward pass. Made collectively.
 
     With ``grad_checkpoint="auto"`` the levels of all buckets that have clips are planned here, each
-    by one rank. A bucket without clips decides nothing; where a later epoch draws some for it, the
-    first batch is planned when it comes.
+    by one rank. A bucket that no clip falls into in any epoch decides nothing.
 
     Args:
         module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
-        buckets: names of those with clips; None for all.
+        buckets: names of those with clips in some epoch; None for all.
         options: of sequence parallelism, as the model runs with them.
 
     Raises:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from typing import Any
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     Assigned,
     BatchPlan,
+    BucketPlan,
     ReadRequest,
     ReplicaBatches,
     ScheduledBatches,
@@ -63,7 +65,7 @@ def make_rank_batches(
     if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
         memory = free_memory(mesh, encoder.device, reserved)
         run = estimator_of(cfg, encoder.model, mesh, memory, encoder.device, work.options)
-        options["least_ranks"] = _least_ranks(cfg, mesh, run, memory)
+        options["least_ranks"] = _least_ranks(cfg, mesh, run, memory, buckets_with_clips(plan))
     return ScheduledBatches(
         plan,
         **span,
@@ -74,10 +76,22 @@ def make_rank_batches(
     )
 
 
+def buckets_with_clips(plan: BatchPlan) -> set[str] | None:
+    """Names of the buckets that clips fall into in some epoch; None without buckets."""
+    return plan.buckets_with_clips if isinstance(plan, BucketPlan) else None
+
+
 def _least_ranks(
-    cfg: TrainConfig, mesh: SequenceMesh, run: RunEstimator, memory: float
+    cfg: TrainConfig,
+    mesh: SequenceMesh,
+    run: RunEstimator,
+    memory: float,
+    buckets: Container[str] | None = None,
 ) -> dict[str, int]:
     """By bucket, the fewest ranks whose ``memory`` in bytes its batches fit into.
+
+    Args:
+        buckets: names of those with clips; None for all.
 
     Raises:
         ValueError: on all ranks, if the batches of a bucket fit on no group that they may run on.
@@ -85,6 +99,8 @@ def _least_ranks(
     degrees = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
     found, lacking = {}, []
     for name, batch in batches_by_name(cfg).items():
+        if buckets is not None and name not in buckets:
+            continue
         sizes = [degrees[name]] if name in degrees else group_sizes(mesh.family)
         ranks = least_ranks(run, batch, memory, sizes)
         if ranks is None:

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import BucketPlan, LoadedBatch, StepBatches, StepLoader
+from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.dtypes import DTYPES
@@ -48,7 +48,12 @@ from .optimizer import learning_rate, make_optimizer
 from .outcomes import PendingOutcome
 from .preflight import initial_weights
 from .profiling import StepProfiler, Steps
-from .rank_batches import make_rank_batches, schedule_state, warn_of_other_schedule
+from .rank_batches import (
+    buckets_with_clips,
+    make_rank_batches,
+    schedule_state,
+    warn_of_other_schedule,
+)
 from .step_log import StepLog
 from .summary import log_setup, session_of, write_summary
 from .sync_check import SyncCheck
@@ -116,16 +121,13 @@ class Trainer:
             self.module, self.mesh, cfg.check_sync_every, self.tensors.shards
         )
         self.validator = Validator(self)
-        buckets = None
-        if isinstance(self.plan, BucketPlan):
-            buckets = self.plan.buckets_with_clips(self.start)
         self.activations = ActivationBudget(
             cfg,
             self.module,
             self.mesh,
             device,
             reserved=encoders,
-            buckets=buckets,
+            buckets=buckets_with_clips(self.plan),
             options=self.options,
         )
         self.meter = Meter(

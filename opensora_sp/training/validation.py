@@ -74,7 +74,7 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
         cache=cfg.dataset.cache,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        captions=cfg.dataset.captions(cfg.seed),
+        captions=cfg.dataset.captions,
     )
 
 

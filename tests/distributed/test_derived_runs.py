@@ -135,6 +135,12 @@ def test_clips_of_changed_files_are_encoded_again(tmp_path: Path) -> None:
     with_package(tmp_path, cached, tmp_path)
     assert "encoded again" not in run(tmp_path, "precompute.py", *arguments, ranks=1)
 
+    # What can no longer be read has no latents, neither the former ones.
+    video = clips / "0.mp4"
+    video.write_bytes(video.read_bytes()[:100])
+    run(tmp_path, "precompute.py", *arguments, ranks=1)
+    with_package(tmp_path, truncated, tmp_path)
+
 
 def test_a_file_is_the_same_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
@@ -249,6 +255,16 @@ def refused_in_loops(folder: Path) -> None:
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with_package(tmp_path, refused, tmp_path)
     with_package(tmp_path, refused_in_loops, tmp_path / "street")
+
+
+def truncated(folder: Path) -> None:
+    cache = CachedFeatures(
+        str(folder / "cache"), load_train_config(folder / "train.py").extra_files
+    )
+    shape = ClipShape(5, 28, 24)
+    assert list(cache.corrupt) == [(0, shape)]
+    assert cache.index["latents"]["5x28x24"]["clips"] == [1, 2, 3, 4, 5]
+    assert isinstance(cache[Sample(0, 0, shape)], CorruptSample)
 
 
 def cached(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,7 +248,40 @@ def test_the_report_names_dropped_clips_and_the_reason(tmp_path: Path, work: Wor
         made(rows, work, per_step=4, buckets={"4k": {900: (1.0, 1)}})
 
     some = made(rows, work, per_step=4, buckets={"144p": {1: (1.0, 16)}, "4k": {900: (1.0, 1)}})
-    assert some.buckets_with_clips(0) == {"144p x 1"}
+    assert some.buckets_with_clips == {"144p x 1"}
+
+
+@pytest.mark.parametrize(
+    ("config", "possible"),
+    [
+        # All are kept at 240p, some, or none.
+        ({"240p": {8: (1.0, 2)}, "144p": {8: (1.0, 6)}}, {"240p x 8"}),
+        ({"240p": {8: (1e-9, 2)}, "144p": {8: (1.0, 6)}}, {"240p x 8", "144p x 8"}),
+        ({"240p": {8: (0.0, None)}, "144p": {8: (1.0, 6)}}, {"144p x 8"}),
+        # An entry that takes some leaves others to the next one.
+        (
+            {"240p": {16: ((1.0, 0.5), 2), 8: (1.0, 4)}, "144p": {8: (1.0, 6)}},
+            {"240p x 16", "240p x 8"},
+        ),
+        (
+            {"240p": {16: ((0.5, 0.5), 2), 8: (1.0, 4)}, "144p": {8: (1.0, 6)}},
+            {"240p x 16", "240p x 8", "144p x 8"},
+        ),
+        ({"240p": {16: ((1.0, 1.0), 2), 8: (1.0, 4)}, "144p": {1: (1.0, 6)}}, {"240p x 16"}),
+    ],
+)
+def test_buckets_that_some_epoch_may_draw_clips_for(
+    config: dict[str, Any], possible: set[str]
+) -> None:
+    """Also where the first epoch has drawn none."""
+    buckets = Buckets.of(config)
+    columns = np.array([[30.0, 240, 426], [30.0, np.nan, 426], [5.0, 90, 160]]).T
+    numbers = buckets.possible(*columns, interval=1)
+    assert {buckets.entries[number].name for number in numbers} == possible
+
+    draws = np.random.default_rng(0).random((1000, 3, len(buckets.entries), 2))
+    drawn = {n for one in draws for n in buckets.assign(*columns, interval=1, draws=one).tolist()}
+    assert drawn - {-1, -2, -3, -4} <= set(numbers)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,15 @@ LINES = [
     "1.mp4,A cat.,3.9,0,dynamic",
     "2.mp4,Rain. motion strength is high.,,30,static",
     "3.mp4,,5,,",
+    "4.mp4,A dog.  ,5,,",
 ]
 WORDED = [
     "A red car. The aesthetic score is very good. The motion strength is high. "
     "camera motion: pan right.",
     "A cat. The aesthetic score is terrible. The motion strength is very low.",
     "Rain. motion strength is high. camera motion: static.",
-    " The aesthetic score is fair.",
+    "The aesthetic score is fair.",
+    "A dog. The aesthetic score is fair.",
 ]
 
 
@@ -62,7 +64,7 @@ def test_captions_end_with_the_scores_of_the_manifest(
 
 def test_a_fifth_of_the_scores_is_left_out_once_and_for_all(tmp_path: Path) -> None:
     lines = [f"{i}.mp4,a cat,6,5,static" for i in range(2000)]
-    words = Captions(with_scores=True, seed=3)
+    words = Captions(with_scores=True)
     texts = Manifest(write(tmp_path, lines), captions=words).texts
     for phrase in ("aesthetic score is very good.", "motion strength is high."):
         assert sum(phrase not in text for text in texts) / 2000 == pytest.approx(0.2, abs=0.03)
@@ -72,8 +74,6 @@ def test_a_fifth_of_the_scores_is_left_out_once_and_for_all(tmp_path: Path) -> N
 
     # The draws of a line do not depend on those after it.
     assert Manifest(write(tmp_path, lines[:50]), captions=words).texts == texts[:50]
-    other = Captions(with_scores=True, seed=4)
-    assert Manifest(write(tmp_path, lines[:50]), captions=other).texts != texts[:50]
 
 
 def test_training_and_held_out_clips_have_them(tmp_path: Path) -> None:
@@ -86,10 +86,17 @@ def test_training_and_held_out_clips_have_them(tmp_path: Path) -> None:
     ]
     cfg = load_train_config(config, options)
     dataset, heldout = make_dataset(cfg), heldout_clips(cfg)
-    expected = Captions(True, True, cfg.seed)
+    expected = Captions(True, True)
     assert dataset.rows.texts == Manifest(path, captions=expected).texts
     assert heldout is not None and heldout.rows.texts == dataset.rows.texts
     assert dataset.rows[0].text.startswith("A red car. ")
+    # They are the same with any seed, and beside a feature cache.
+    cached = "dataset={'_delete_': True, 'type': 'CachedFeatures', 'path': 'x', " + (
+        "'caption_scores': 'words', 'remove_caption_prefix': True}"
+    )
+    other = heldout_clips(load_train_config(config, ["seed=7", cached, options[-1]]))
+    assert other is not None and other.rows.texts == dataset.rows.texts
+
     # What is trained on is compared between ranks and with the checkpoint.
     plain = make_dataset(load_train_config(config, options[:1]))
     assert plain.fingerprint["text"] != dataset.fingerprint["text"]
@@ -98,7 +105,7 @@ def test_training_and_held_out_clips_have_them(tmp_path: Path) -> None:
 BAD_LINES = {
     "0.mp4,a cat,6,5,sideways": r"got cmotion 'sideways' for clip 1 of .*; expected one of \['sta",
     "0.mp4,a cat,great,5,": "got aes 'great' for clip 1 of .*; expected a number",
-    "0.mp4,a cat,6,-1,": "got flow '-1' for clip 1",
+    "0.mp4,a cat,6,-1,": "got flow '-1' for clip 1 of .*; expected a number >= 0 or nothing",
 }
 
 
@@ -110,17 +117,17 @@ def test_scores_that_are_none_are_refused(line: str, tmp_path: Path) -> None:
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = write_training(tmp_path, 4)
-    cached = "dataset={'type': 'CachedFeatures', 'path': 'x', 'caption_scores': 'words'}"
     for option, message in {
         "dataset.caption_scores=numbers": "Input should be 'words'; change dataset.caption_scores",
         "dataset.caption_score=words": "did you mean 'caption_scores'?",
         "dataset.remove_caption_prefix=3": "got dataset.remove_caption_prefix = 3",
-        cached: "with 'CachedFeatures', whose captions are encoded already",
     }.items():
         with pytest.raises(ValueError) as error:
             load_train_config(config, [option])
         assert message in str(error.value)
 
     cfg = load_train_config(config, ["dataset.caption_scores=words"])
-    with pytest.raises(ValueError, match="expected at least one of aes, flow, cmotion; add it, or"):
+    with pytest.raises(
+        ValueError, match="expected at least one of aes, flow, cmotion; add one to this"
+    ):
         make_dataset(cfg)

@@ -225,6 +225,10 @@ def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
 
         with pytest.raises(ValueError, match=f"144p x 5 .* {asked}"):
             rank_batches._least_ranks(cfg, mesh, run, 1e6)
+        # A bucket without clips decides nothing.
+        others = set(found) - {"144p x 5"}
+        assert rank_batches._least_ranks(cfg, mesh, run, 80e9, others).keys() == others
+        assert rank_batches._least_ranks(cfg, mesh, run, 1e6, set()) == {}
 
 
 def test_nested_groups_of_any_world_lie_on_one_node(config: Path) -> None:

@@ -41,7 +41,7 @@ from opensora_sp.memory import LivePeak
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.conditioning import parse_prompt
 from opensora_sp.sampling.decoding import decode
-from opensora_sp.sampling.requests import Request, latent_frames
+from opensora_sp.sampling.requests import Request, check_requests, latent_frames
 
 pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")
@@ -316,6 +316,30 @@ def test_advised_frame_counts_are_the_longest_that_come_back() -> None:
         with pytest.raises(ValueError, match=f"gives back {advised}; .*set num_frames={advised}$"):
             latent_frames(cfg, request)
         assert latent_frames(cfg, replace(request, num_frames=advised)) > 0
+
+
+def test_loops_may_share_frames_that_statistics_do_not_fit() -> None:
+    """Two loops of 51 frames, 15 latent ones, share 5 of them: the first 17 frames."""
+    starts: list[int] = []
+    files = SimpleNamespace(names=(), read=lambda inputs, shape, start: starts.append(start) or {})
+    vae: dict[str, Any] = dict(type="OpenSoraVAE_V1_3", micro_batch_size=1, micro_frame_size=17)
+    vae["normalization"] = "video_5frames"
+    spec = SimpleNamespace(input_size=None, model_class=SimpleNamespace(extra_inputs={}))
+    cfg: Any = SimpleNamespace(
+        vae=vae,
+        model_spec=spec,
+        loop=2,
+        condition_frame_length=5,
+        cond_type=None,
+        extra_files=files,
+    )
+    prompt = parse_prompt("a fox", None, None)
+    request = Request(prompt=prompt, num_frames=51, size=(16, 16), fps=24.0, seed=0)
+    check_requests(cfg, [request])
+    assert starts == [0, 51 - 17]
+
+    cfg.extra_files = None
+    check_requests(cfg, [request])
 
 
 def test_references_are_cut_as_by_the_release() -> None:

@@ -333,7 +333,7 @@ def test_an_index_is_written_whole_or_not_at_all(
         (
             "clips.csv",
             "path,text,height\na.mp4,b,tall\n",
-            "got height 'tall' for clip 1 of .*expected a whole number or nothing",
+            "got height 'tall' for clip 1 of .*expected a whole number >= 0 or nothing",
         ),
         ("clips.csv", "path,text,num_frames\na.mp4,b,inf\n", "got num_frames 'inf' for clip 1"),
         ("clips.csv", "path,text,width\na.mp4,b,1\na.mp4,b,-4\n", "got width '-4' for clip 2"),

@@ -12,7 +12,7 @@ The options of the encoders (``micro_frame_size``, ``max_length`` and others) ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -48,15 +48,19 @@ class PipelineFolder:
     index: dict[str, Any]
 
     @classmethod
-    def open(cls, path: str | Path) -> PipelineFolder:
+    def open(cls, path: str | Path, without: Container[str] = ()) -> PipelineFolder:
         """Read the index in a folder, or of a name on the hub that is not on disk.
+
+        Args:
+            without: components whose files are not fetched.
 
         Raises:
             ValueError: if there is none, or it is of another pipeline.
         """
         name_on_hub = None if Path(path).exists() else HubName.of_missing(str(path))
         if name_on_hub is not None:
-            files = tuple(f"{part}/{file}" for part in PARTS for file in PART_FILES)
+            parts = [part for part in PARTS if part not in without]
+            files = tuple(f"{part}/{file}" for part in parts for file in PART_FILES)
             path = fetch(name_on_hub, kind=ON_HUB, more=files)
         index_path = Path(path, INDEX)
         if not index_path.is_file():

@@ -116,7 +116,7 @@ class OpenSoraPipeline(DiffusionPipeline):
         Raises:
             ValueError: if the folder, one of its files or a component's name is wrong.
         """
-        folder = PipelineFolder.open(pretrained_model_name_or_path)
+        folder = PipelineFolder.open(pretrained_model_name_or_path, components)
         loaders: dict[str, Callable[[], Any]] = {
             "transformer": lambda: from_pretrained(
                 folder.path / "transformer", dtype=torch_dtype, lora=lora
