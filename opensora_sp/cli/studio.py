@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C."""
     from opensora_sp.extras import check_extra
+    from opensora_sp.studio import UPLOADS
 
     instead = "sample with opensora-sp sample"
     check_extra("studio", "gradio", setting="opensora-sp studio", instead=instead)
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     # Before Gradio and torch are imported, here and in the ranks: nothing asks another machine.
     os.environ |= {
         "GRADIO_ANALYTICS_ENABLED": "False",
-        "GRADIO_TEMP_DIR": str(Path(args.outputs, ".uploads").absolute()),
+        "GRADIO_TEMP_DIR": str(Path(args.outputs, UPLOADS).absolute()),
         "HF_HUB_OFFLINE": "1",
     }
     if args.nproc > 1:

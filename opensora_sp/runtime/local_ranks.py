@@ -8,19 +8,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from opensora_sp.console import log_to_terminal
 from opensora_sp.launchers import set_parent_death_signal
 
+from .store_server import StoreServer
+
 HOST = "127.0.0.1"
 INTERVAL = 0.2  # seconds between two looks at whether to cancel
+STORE_TIMEOUT = 300.0  # seconds that the store waits for a name
 EXIT_TIMEOUT = 2.0  # seconds for ranks to end by themselves after one of them has
 FAILED = "failed"
 
@@ -44,6 +47,7 @@ class LocalRanks:
         self.context = context or multiprocessing.get_context("spawn")
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._lock, self._is_closed = threading.Lock(), False  # to start or end processes
 
     def run(
         self, work: Any, *, on_step: Callable[..., object], is_cancelled: Callable[[], bool]
@@ -55,12 +59,15 @@ class LocalRanks:
             is_cancelled: asked several times a second; rank 0 then gets None, once.
 
         Raises:
-            ValueError: if a rank fails or exits. All are ended, and the next call starts them.
+            ValueError: if a rank fails or exits. All are ended, and the next call starts them,
+                unless they are closed.
         """
-        if not (self.processes and all(process.is_alive() for process in self.processes)):
-            self.stop()
-            self._start()
         try:
+            # Also after a start that failed half-way.
+            living = [process for process in self.processes if process.is_alive()]
+            if len(living) < self.nproc:
+                self.stop()
+                self._start()
             return self._run(work, on_step, is_cancelled)
         except BaseException:
             self.stop()
@@ -89,8 +96,17 @@ class LocalRanks:
             raise ValueError(self._describe_end()) from None
 
     def _describe_end(self) -> str:
+        """What a rank has said of its end, or which ranks have ended."""
+        deadline = time.monotonic() + EXIT_TIMEOUT
         for process in self.processes:
-            process.join(EXIT_TIMEOUT)
+            process.join(max(0.0, deadline - time.monotonic()))
+        for pipe in self._pipes:
+            with suppress(EOFError, OSError):
+                while pipe.poll():
+                    kind, *content = pipe.recv()
+                    if kind == FAILED:
+                        return str(content[0])
+
         codes = enumerate(process.exitcode for process in self.processes)
         ended = ", ".join(f"rank {rank} ({code})" for rank, code in codes if code is not None)
         return (
@@ -99,27 +115,48 @@ class LocalRanks:
         )
 
     def _start(self) -> None:
-        # As torchrun does: no rank has to find a free port.
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        for rank in range(self.nproc):
-            ours, theirs = self.context.Pipe()
-            launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc}
-            launch |= {"LOCAL_WORLD_SIZE": self.nproc, "MASTER_PORT": self._store.port}
-            arguments = (launch, theirs, self.log, self.function)
-            process = self.context.Process(target=_enter, args=arguments)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+        with self._lock:
+            if self._is_closed:
+                raise ValueError(
+                    "got work for ranks that are closed; expected none after the request to stop; "
+                    "start again"
+                )
+            # As torchrun does: no rank has to find a free port.
+            self._server = StoreServer(HOST, STORE_TIMEOUT)
+            for rank in range(self.nproc):
+                self._start_rank(rank)
+
+    def _start_rank(self, rank: int) -> None:
+        ours, theirs = self.context.Pipe()
+        launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc}
+        launch |= {"LOCAL_WORLD_SIZE": self.nproc, "MASTER_PORT": self._server.port}
+        arguments = (launch, theirs, self.log, self.function)
+        process = self.context.Process(target=_enter, args=arguments)
+        process.start()
+        theirs.close()
+        self._pipes.append(ours)
+        self.processes.append(process)
 
     def stop(self) -> None:
-        """End the ranks, whatever they do."""
+        """End the ranks, whatever they do; for the thread that runs work."""
+        with self._lock:
+            self._kill()
+            for pipe in self._pipes:
+                pipe.close()
+            self.processes, self._pipes = [], []
+
+    def close(self) -> None:
+        """End the ranks for good, from any thread; running and later work raises ValueError."""
+        with self._lock:
+            self._is_closed = True
+            # Their pipes are left to the thread that reads them.
+            self._kill()
+
+    def _kill(self) -> None:
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self.processes, self._pipes = [], []
 
 
 def _enter(

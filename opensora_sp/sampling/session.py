@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import logging
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,19 +18,22 @@ from PIL import Image
 from torch import Tensor
 
 from opensora_sp.checkpoint import on_rank_0
+from opensora_sp.checkpoint.adapters import parse_source
+from opensora_sp.checkpoint.paths import weight_files
 from opensora_sp.config import InferenceConfig
 from opensora_sp.data import to_frames
 from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .outputs import fingerprint
+from .outputs import fingerprint, with_digests
 from .pipeline import Pipeline
 from .placement import free_memory, place_encoders
 from .process_groups import choose_groups
 from .requests import Request
 from .run import build_pipeline, join_processes, opened_adapters, verify_parts, write_batch
 
+logger = logging.getLogger(__name__)
 # Previews take at most about this part of the time, and have at most so many pixels a side.
 PREVIEW_SHARE, PREVIEW_SIDE = 0.1, 320
 # Keys of a config by which the model and its encoders are loaded, beside the path of the weights.
@@ -41,11 +47,25 @@ class RequestCancelledError(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """One request, with the config and the weights that ``preflight`` has checked."""
+    """One request, with the config and the weights that ``preflight`` has checked.
+
+    Attributes:
+        versions: of the files of weights and adapters, which a training may replace.
+    """
 
     cfg: InferenceConfig
     request: Request
     weights: Path
+    versions: str
+
+    @classmethod
+    def of(cls, cfg: InferenceConfig, request: Request, weights: Path) -> Work:
+        """Raises OSError where a file has been removed meanwhile."""
+        parts = [weights, *(Path(parse_source(source)[0]) for source in cfg.lora)]
+        files = sum(map(weight_files, parts), list[Path]())
+        found = [(str(file), file.stat()) for file in files]
+        versions = [(name, one.st_mtime_ns, one.st_size, one.st_ino) for name, one in found]
+        return cls(cfg, request, weights, str(versions))
 
 
 def serve(pipe: Connection) -> None:
@@ -78,10 +98,16 @@ class Session:
     def sample(self, work: Work) -> None:
         """Sample a video and report it; see ``serve``. Collective."""
         pipeline, digest = self._pipeline(work)
+        with on_rank_0("reading the references") as is_rank_0:
+            # Rank 0 writes the video and its JSON.
+            batch = with_digests([work.request]) if is_rank_0 else [work.request]
+        if is_rank_0:
+            pipeline.warn_of_truncation(batch)
+
         steps = _Steps(self, pipeline, work.request.size)
         answer: tuple[str, ...] = ("cancelled",)
         with suppress(RequestCancelledError):
-            batch, folder = [work.request], Path(work.cfg.outputs)
+            folder = Path(work.cfg.outputs)
             parts = pipeline.looped(batch, edit_step=steps.after)
 
             folder.mkdir(parents=True, exist_ok=True)
@@ -95,12 +121,16 @@ class Session:
         cfg, weights, digest = work.cfg, work.weights, ""
         # Where encoders are placed by free memory, another size may need another placement.
         shape = work.request.shape if self.device.type == "cuda" else ""
-        key = f"{weights} {shape} {cfg.model_dump_json(include=LOADED)}"
+        key = f"{work.versions} {shape} {cfg.model_dump_json(include=LOADED)}"
         if self._loaded is not None and self._loaded[0] == key:
             _, last, digest = self._loaded
             return Pipeline(cfg, last.model, last.vae, last.text_encoder, self.device), digest
 
+        # Memory for two models would not be there.
         self._loaded = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         with on_rank_0("checking the weights") as is_rank_0:
             if is_rank_0:
                 adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
@@ -141,17 +171,30 @@ class _Steps:
         return latents
 
     def preview(self, latents: Tensor) -> bytes:
-        """A PNG of the middle latent frame of ``[1, c, f, h, w]``; b"" soon after the last one."""
+        """A PNG of the middle latent frame of ``[1, c, f, h, w]``; b"" soon after the last one.
+
+        Nor after one that failed, for example for lack of memory: the video is still finished.
+        """
         since = time.perf_counter()
         if since < self.next_preview:
             return b""
+        try:
+            png = self._decode(latents)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("the video has no further previews (%s)", reason)
+            self.next_preview = math.inf
+            return b""
+
+        taken = time.perf_counter() - since
+        self.next_preview = since + taken / PREVIEW_SHARE
+        return png
+
+    def _decode(self, latents: Tensor) -> bytes:
         first = latents.shape[2] // 2
         decoded = self.pipeline.vae.decode(latents[:, :, first : first + 1].float(), num_frames=1)
         height, width = self.size
         image, png = Image.fromarray(to_frames(decoded[0])[0, :height, :width]), io.BytesIO()
         image.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
         image.save(png, "PNG")
-
-        taken = time.perf_counter() - since
-        self.next_preview = since + taken / PREVIEW_SHARE
         return png.getvalue()

@@ -2,3 +2,5 @@
 
 Only ``page.py`` and ``server.py`` import Gradio, which is an extra.
 """
+
+UPLOADS = ".uploads"  # folder of the outputs for what browsers send

@@ -11,6 +11,8 @@ from opensora_sp.checkpoint import find_weights
 from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.paths import committed_checkpoints
 
+from . import UPLOADS
+
 SAMPLING = "sample.py"  # beside weights, the config to sample from them; a training writes it
 MEDIA = (".mp4", ".gif", ".png")
 
@@ -34,10 +36,16 @@ class Folders:
         Path(outputs).mkdir(parents=True, exist_ok=True)
         return cls(tuple(Path(folder).resolve() for folder in runs), Path(outputs).resolve())
 
-    def checked(self, path: str | Path) -> Path:
-        """The absolute path, without links; raises ValueError if it is outside of the folders."""
-        found, allowed = Path(path).resolve(), (*self.runs, self.outputs)
-        if not any(found.is_relative_to(folder) for folder in allowed):
+    def checked(self, path: str | Path, *, executed: bool = False) -> Path:
+        """The absolute path, without links; raises ValueError if it is outside of the folders.
+
+        Args:
+            executed: it may be code, or lie beside it: outside of the runs' folders, and among
+                uploads, it is refused.
+        """
+        found, allowed = Path(path).resolve(), self.runs if executed else (*self.runs, self.outputs)
+        is_inside = any(found.is_relative_to(folder) for folder in allowed)
+        if not is_inside or (executed and UPLOADS in found.parts):
             inside = " or ".join(map(str, allowed))
             raise ValueError(
                 f"got the path {str(path)!r}; expected one inside of {inside}; choose another, or "
@@ -53,7 +61,7 @@ class Folders:
         """Runs and other folders of weights, each followed by its checkpoints."""
         found = list[Path]()
         for folder in self._holding(SAMPLING):
-            with suppress(ValueError):  # adapters alone, or nothing yet
+            with suppress(ValueError, OSError):  # adapters alone, or nothing yet
                 find_weights(folder, ema=True)
                 found += [folder, *reversed(committed_checkpoints(folder))]
         return found
@@ -70,8 +78,15 @@ class Folders:
     def _holding(self, name: str) -> list[Path]:
         patterns = (name, f"*/{name}", f"*/*/{name}")
         files = [path for root in self.runs for pattern in patterns for path in root.glob(pattern)]
-        files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        files.sort(key=modified, reverse=True)
         return list(dict.fromkeys(path.parent for path in files))
+
+
+def modified(path: Path) -> int:
+    """When a file was written, in ns; 0 where there is none, for a run may be removed."""
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def video_of(metadata: Path) -> Path | None:

@@ -47,11 +47,12 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
 
     Raises:
         ValueError: for paths outside of the folders, and for what the command refuses.
+        OSError: where a file has been removed meanwhile.
     """
     given = {key: value for key, value in values.items() if value}
-    checkpoint = folders.checked(given.get("ckpt", ""))
+    checkpoint = folders.checked(given.get("ckpt", ""), executed=True)
     sources = [parse_source(source) for source in given.get("lora", ())]
-    adapters = [(folders.checked(path), scale) for path, scale in sources]
+    adapters = [(folders.checked(path, executed=True), scale) for path, scale in sources]
 
     beside = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
     config = next((path / SAMPLING for path in beside if (path / SAMPLING).is_file()), None)
@@ -64,7 +65,7 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
     given |= dict(prompts=[{"prompt": prompt}] if prompt else [], prompt_path=None, num_samples=1)
     given |= dict(outputs=str(outputs), format="mp4", sp_size=nproc)
-    cfg = load_inference_config(config, values=given)
+    cfg = load_inference_config(folders.checked(config, executed=True), values=given)
 
     # Before any file is opened; a prompt may name some too.
     for request in requests_of(cfg):
@@ -73,7 +74,7 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     lora = resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)
     cfg = cfg.model_copy(update={"lora": lora})
     requests, weights = preflight(cfg, nproc)
-    return Work(cfg, requests[0], weights)
+    return Work.of(cfg, requests[0], weights)
 
 
 class Queue:
@@ -89,7 +90,7 @@ class Queue:
         threading.Thread(target=self._run, name="queue", daemon=True).start()
 
     def submit(self, values: Mapping[str, Any]) -> Job:
-        """Raises ValueError for what cannot be sampled; see ``work_of``."""
+        """Raises ValueError and OSError for what cannot be sampled; see ``work_of``."""
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{next(self._numbers):03d}"
         outputs = self.folders.outputs / f"{name}-{file_name(values.get('prompt', ''))}"
         job = Job(work_of(values, self.folders, nproc=self.ranks.nproc, outputs=outputs))

@@ -16,6 +16,7 @@ from .folders import Folders
 from .jobs import Job, Queue
 
 POLL, REFRESH = 0.3, 3.0  # seconds between two looks at a job, and at runs
+KEPT = (3600, 24 * 3600)  # seconds between two looks at uploads, and that they are kept
 CSS = """
 .curves { display: grid; gap: 0.5rem; }
 .curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
@@ -42,7 +43,7 @@ WIDE = ("prompt", "negative_prompt", "mask_strategy")
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:
     """The page over these folders and this queue."""
-    page = gr.Blocks(title="opensora-sp studio", analytics_enabled=False)
+    page = gr.Blocks(title="opensora-sp studio", analytics_enabled=False, delete_cache=KEPT)
     with page:
         gr.Markdown("# opensora-sp studio")
         with gr.Tab("Sample"):
@@ -79,21 +80,28 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         values["reference_path"] = ";".join(values["reference_path"] or ())
         try:
             job = await asyncio.to_thread(queue.submit, values)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             yield None, views.alert(error), gr.skip(), gr.skip(), gr.skip()
             return
-        while not job.has_ended:
-            ahead = [*queue.jobs, job].index(job)
-            yield job, views.progress(job, ahead), gr.skip(), gr.skip(), gr.skip()
-            await asyncio.sleep(POLL)
+        try:
+            while not job.has_ended:
+                ahead = [*queue.jobs, job].index(job)
+                yield job, views.progress(job, ahead), gr.skip(), gr.skip(), gr.skip()
+                await asyncio.sleep(POLL)
+        finally:
+            # Nobody else can cancel it once the tab is closed.
+            job.cancelled.set()
         found = show(None if job.video is None else str(job.video))
         yield None, views.progress(job), *found, listed(folders.history())
 
     def show(path: str | None) -> tuple[Any, Any]:
         if not path:
             return gr.skip(), gr.skip()
-        video = folders.checked(path)
-        return views.player(video), read_json(video.with_suffix(".json"))
+        try:
+            video = folders.checked(path)
+            return views.player(video), read_json(video.with_suffix(".json"))
+        except (ValueError, OSError) as error:
+            return views.alert(error), gr.skip()
 
     def listed(paths: Sequence[Path]) -> Any:
         return gr.Dropdown(choices=_names(paths, folders))
@@ -116,16 +124,26 @@ def _cancel(job: Job | None) -> None:
 
 def _training(folders: Folders, page: gr.Blocks) -> None:
     runs = _chooser("Runs", folders.trained(), folders, multiselect=True, elem_id="runs")
-    curves, before = gr.HTML(), gr.State(None)
+    curves, videos, before = gr.HTML(), gr.HTML(), gr.State([None] * 3)
 
-    def show(chosen: list[str] | None, seen: Any) -> tuple[Any, Any]:
-        paths = [folders.checked(run) for run in chosen or ()]
-        found = views.changes([str(path) for path in paths])
-        return (gr.skip(), gr.skip()) if found == seen else (views.training(paths), found)
+    def show(chosen: list[str] | None, seen: list[Any]) -> list[Any]:
+        """What has changed: a video that is shown again would start anew."""
+        try:
+            paths = [folders.checked(run) for run in chosen or ()]
+            choices, shown = _names(folders.trained(), folders), "".join(map(views.videos, paths))
+        except (ValueError, OSError) as error:
+            return [gr.skip(), views.alert(error), "", [None] * 3]
+        found = [choices, views.changes([str(path) for path in paths]), shown]
+        is_new = [one != old for one, old in zip(found, seen, strict=True)]
+        return [
+            gr.Dropdown(choices=choices) if is_new[0] else gr.skip(),
+            views.curves(paths) if is_new[1] else gr.skip(),
+            shown if is_new[2] else gr.skip(),
+            found,
+        ]
 
-    quiet: dict[str, Any] = dict(show_progress="hidden")
-    page.load(lambda: gr.Dropdown(choices=_names(folders.trained(), folders)), None, runs)
-    gr.on([gr.Timer(REFRESH).tick, runs.change], show, [runs, before], [curves, before], **quiet)
+    events, outputs = [page.load, gr.Timer(REFRESH).tick, runs.change], [runs, curves, videos]
+    gr.on(events, show, [runs, before], [*outputs, before], show_progress="hidden")
 
 
 def _chooser(label: str, paths: Sequence[Path], folders: Folders, **options: Any) -> gr.Dropdown:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 import sys
 import warnings
+from urllib.parse import quote
 
 import gradio as gr
 import uvicorn
@@ -21,6 +23,7 @@ from .folders import MEDIA, Folders
 from .jobs import Queue
 from .page import CSS, build
 
+UPLOAD = "1gb"  # of a file, at most
 # The browser asks no other host.
 POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
 
@@ -61,9 +64,9 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     """
     try:
         listening = socket.create_server((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ValueError(
-            f"got --host {host} and --port {port} to listen on ({error.strerror}); expected an "
+            f"got --host {host} and --port {port} to listen on ({error}); expected an "
             "address of this machine and a free port; choose others"
         ) from None
     port = listening.getsockname()[1]
@@ -85,12 +88,14 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     warnings.filterwarnings("ignore", module="gradio")
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     page = build(folders, Queue(folders, ranks))
-    gr.mount_gradio_app(app, page, "/", theme=theme, css=CSS, footer_links=[])
+    gr.mount_gradio_app(app, page, "/", max_file_size=UPLOAD, theme=theme, css=CSS, footer_links=[])
     app.add_middleware(Guard, token=token, cookie=f"studio-{port}")
-    sys.stdout.write(f"http://{host}:{port}/?token={token}\n")
+    sys.stdout.write(f"http://{host}:{port}/?token={quote(token, safe='')}\n")
     sys.stdout.flush()
+    # Otherwise it would end this process before its ranks; Ctrl-C is an exception already.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listening])
     finally:
-        ranks.stop()
+        ranks.close()

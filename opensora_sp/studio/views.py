@@ -10,11 +10,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from opensora_sp.training.curves import CURVES, picture
-from opensora_sp.training.metrics import RANKS
+from opensora_sp.training.metrics import RANKS, collecting_cycles
 from opensora_sp.training.report import RunRecord
 from opensora_sp.training.validation import VIDEOS
 
-from .folders import video_of
+from .folders import modified, video_of
 from .jobs import Job
 
 COLUMNS = 8  # validations whose videos are shown
@@ -49,32 +49,32 @@ def player(path: Path) -> str:
 
 
 def changes(runs: Sequence[str]) -> list[str | int]:
-    """Differs where runs have something new to show."""
+    """Differs where runs have new curves."""
     names = ("metrics.jsonl", "validation.jsonl", RANKS)
-    files = [Path(run) / name for run in runs for name in names]
-    return [*runs, *(path.stat().st_mtime_ns for path in files if path.is_file())]
+    return [*runs, *(modified(Path(run, name)) for run in runs for name in names)]
 
 
-def training(runs: Sequence[Path]) -> str:
-    """Curves with a color for each run, then videos over training steps."""
+def curves(runs: Sequence[Path]) -> str:
+    """Plots with a color for each run."""
     records = list[RunRecord]()
     for run in runs:
-        with suppress(ValueError):  # nothing is logged yet
+        with suppress(ValueError, OSError):  # nothing is logged yet
             records.append(RunRecord.read(run))
     if not records:
         return "<p>Choose runs that have logged a step.</p>"
-    pictures = "".join(picture(title, records) for title in CURVES)
-    return f"<div class='curves'>{pictures}</div>" + "".join(map(_videos, records))
+    with collecting_cycles():
+        pictures = "".join(picture(title, records) for title in CURVES)
+    return f"<div class='curves'>{pictures}</div>"
 
 
-def _videos(run: RunRecord) -> str:
+def videos(run: Path) -> str:
     """A row for each prompt, from the newest validation to older ones."""
     rows: dict[str, str] = {}
-    for folder in sorted((run.folder / VIDEOS).glob("step_*"), reverse=True)[:COLUMNS]:
+    for folder in sorted((run / VIDEOS).glob("step_" + "[0-9]" * 8), reverse=True)[:COLUMNS]:
         for metadata in sorted(folder.glob("*.json")):
             video, step = video_of(metadata), int(folder.name.removeprefix("step_"))
             if video is not None:
                 figure = f"<figure>{player(video)}<figcaption>step {step}</figcaption></figure>"
                 rows[metadata.stem] = rows.get(metadata.stem, "") + figure
-    titled = {html.escape(f"{run.folder.name}: {name}"): row for name, row in rows.items()}
+    titled = {html.escape(f"{run.name}: {name}"): row for name, row in rows.items()}
     return "".join(f"<h4>{name}</h4><div class='row'>{row}</div>" for name, row in titled.items())

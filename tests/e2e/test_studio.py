@@ -217,6 +217,16 @@ def test_two_users_wait_for_each_other(studio: Studio) -> None:
     assert "second" in two.locator("#metadata").inner_text()
 
 
+def test_a_closed_tab_cancels_its_request(studio: Studio) -> None:
+    closed, other = studio.page(), studio.page()
+    sample(closed, "left alone", Steps="100000")
+    await_state(closed, "step")
+    sample(other, "next", Steps="3")
+    await_state(other, "waiting, 1 before it")
+    closed.close()
+    await_state(other, "done")
+
+
 def test_a_killed_rank_fails_its_request_alone(studio: Studio) -> None:
     page = studio.page()
     sample(page, "a green circle", Steps="100000")

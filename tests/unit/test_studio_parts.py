@@ -5,21 +5,34 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from PIL import Image
 from polling import wait_until
+from random_weights import draw_weights
 from ranks import warm_context
+from runs import ROOT
+from safetensors.torch import save_file
 from studio_runs import log_step, write_run
 
+from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
 from opensora_sp.cli import main
+from opensora_sp.config import load_inference_config
 from opensora_sp.data import read_video
+from opensora_sp.models import build_model
+from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.sampling.session import serve
-from opensora_sp.studio import views
+from opensora_sp.studio import UPLOADS, views
 from opensora_sp.studio.folders import Folders
 from opensora_sp.studio.jobs import Job, Queue, work_of
 from opensora_sp.training.report import RunRecord
@@ -60,6 +73,38 @@ def test_paths_outside_of_the_folders_are_refused(
         Folders.of(["nowhere"], str(tmp_path))
 
 
+@pytest.mark.parametrize("outputs", ["studio", "runs/studio"])
+def test_code_among_uploads_is_not_executed(outputs: str, trained: Path, tmp_path: Path) -> None:
+    runs, executed = tmp_path / "runs", tmp_path / "executed"
+    for name in ("good", "bare", "linked"):
+        shutil.copytree(trained, runs / name)
+    folders = Folders.of([str(runs)], str(tmp_path / outputs))
+    upload = folders.outputs / UPLOADS / "x"
+    shutil.copytree(trained, upload)
+    (upload / "sample.py").write_text(f"open({str(executed)!r}, 'w')")
+    (runs / "bare" / "sample.py").unlink()
+    (runs / "linked" / "sample.py").unlink()
+    (runs / "linked" / "sample.py").symlink_to(upload / "sample.py")
+
+    for values in (
+        {"ckpt": str(upload)},
+        {"ckpt": str(upload / "model.safetensors")},
+        {"ckpt": str(runs / "linked")},
+        {"ckpt": str(runs / "bare"), "lora": [f"{upload}:0.5"]},
+        {"ckpt": str(runs / "good"), "lora": [str(upload)]},
+    ):
+        with pytest.raises(ValueError, match=OUTSIDE):
+            work_of(values | {"prompt": "a"}, folders, nproc=1, outputs=folders.outputs)
+    assert not executed.exists()
+
+    good = {"ckpt": str(runs / "good"), "prompt": "a"}
+    work = work_of(good, folders, nproc=1, outputs=folders.outputs / "1")
+    assert work == work_of(good, folders, nproc=1, outputs=folders.outputs / "1")
+    os.utime(runs / "good" / "model.safetensors", ns=(1, 1))
+    trained_again = work_of(good, folders, nproc=1, outputs=folders.outputs / "1")
+    assert trained_again.weights == work.weights and trained_again.versions != work.versions
+
+
 def test_requests_are_checked_as_those_of_the_command(trained: Path, folders: Folders) -> None:
     good = {"ckpt": str(trained), "prompt": "a red circle", "resolution": "", "num_frames": "1"}
     work = work_of(good | {"seed": "7"}, folders, nproc=2, outputs=folders.outputs)
@@ -72,10 +117,12 @@ def test_requests_are_checked_as_those_of_the_command(trained: Path, folders: Fo
         ({"num_frames": "100000"}, "got clips of 100,000 frames of 28 x 24 pixels"),
         ({"scheduler.cfg_scale": "much"}, "cfg_scale"),
         ({"mask_strategy": "0,9"}, "with 0 references; expected a reference below"),
-        ({"ckpt": str(folders.outputs)}, "without sample.py; expected a run"),
     ):
         with pytest.raises(ValueError, match=message):
             work_of(good | change, folders, nproc=1, outputs=folders.outputs)
+    empty = Folders.of([str(folders.outputs)], str(folders.outputs))
+    with pytest.raises(ValueError, match=r"without sample\.py; expected a run"):
+        work_of({"ckpt": str(empty.outputs)}, empty, nproc=1, outputs=empty.outputs)
 
 
 def test_lists_of_runs_and_weights(trained: Path, folders: Folders) -> None:
@@ -129,6 +176,98 @@ def test_the_queue_samples_in_order_and_survives_failures(trained: Path, folders
     assert views.progress(jobs[0]).count("<br>") == 2 and "role='alert'" in views.progress(jobs[0])
 
 
+def act(pipe: Any) -> None:
+    """A rank that does what its work says."""
+    is_rank_0 = os.environ["RANK"] == "0"
+    while (work := pipe.recv()) == "answer":
+        if is_rank_0:
+            pipe.send(("done", "video"))
+    if work == "wait":
+        time.sleep(60)
+    if not is_rank_0:
+        time.sleep(0.3)  # until the end of rank 0 is seen
+        raise ValueError("got a; expected b; do c")
+
+
+def test_ranks_say_why_they_fail_and_are_closed_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LocalRanks(2, act, tmp_path / "log", warm_context())
+
+    def run(work: str) -> tuple[Any, ...]:
+        return ranks.run(work, on_step=print, is_cancelled=lambda: False)
+
+    # A start that fails half-way is no start.
+    start = ranks._start_rank
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start_rank", lambda rank: start(rank) if rank == 0 else 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                run("answer")
+            assert ranks.processes == []
+    assert run("answer") == ("done", "video")
+    with pytest.raises(ValueError, match="got a; expected b; do c"):
+        run("fail")
+
+    errors = list[str]()
+
+    def wait() -> None:
+        for _ in range(2):
+            with pytest.raises(ValueError) as caught:
+                run("wait")
+            errors.append(str(caught.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(lambda: len(ranks.processes) == 2, 10)
+    ranks.close()
+    thread.join(10)
+    assert not thread.is_alive() and ranks.processes == []
+    assert "got the end of" in errors[0] and "got work for ranks that are closed" in errors[1]
+
+
+# A studio with two requests.
+BUSY = """
+import sys
+from opensora_sp.studio import server
+from opensora_sp.studio.folders import Folders
+
+def submitting(folders, queue, build=server.build):
+    steps = {"scheduler.num_sampling_steps": "100000"}
+    for prompt in ("a", "b"):
+        queue.submit({"ckpt": sys.argv[1], "prompt": prompt} | steps)
+    return build(folders, queue)
+
+server.build = submitting
+folders = Folders.of([sys.argv[1]], "studio")
+server.run(folders, nproc=2, host="127.0.0.1", port=0, token="a b&c")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_studio_and_its_ranks_while_requests_wait(
+    number: signal.Signals, trained: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("gradio")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GRADIO_ANALYTICS_ENABLED": "False"}
+    command = [sys.executable, "-c", BUSY, str(trained)]
+    options: dict[str, Any] = dict(cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().endswith("/?token=a%20b%26c\n")
+            studio = psutil.Process(process.pid)
+            wait_until(lambda: len(studio.children()) >= 2, 60)
+            children = studio.children()
+            process.send_signal(number)
+            assert process.wait(30) in (1, -number, 128 + number)
+        finally:
+            process.kill()
+    gone, alive = psutil.wait_procs(children, 10)
+    assert alive == [] and len(gone) >= 2
+
+
 def ended(queue: Queue, values: dict[str, Any], at_step: Any = None) -> Job:
     """A job that has ended; ``at_step`` is called once, when its first step has."""
     job = queue.submit(values)
@@ -139,10 +278,28 @@ def ended(queue: Queue, values: dict[str, Any], at_step: Any = None) -> Job:
     return job
 
 
+def write_adapters(trained: Path, folder: Path) -> Path:
+    """Drawn adapters of a model, as a run saves them."""
+    options = dict(load_inference_config(trained / "sample.py").model)
+    model = build_model(options.pop("type"), **options)
+    add_lora(model, rank=2, alpha=4.0)
+    draw_weights(model, seed=1)
+    parameters = model.named_parameters()
+    drawn = {name_on_disk(name): one.data for name, one in parameters if one.requires_grad}
+    folder.mkdir()
+    save_file(drawn, folder / "adapter_model.safetensors")
+    about = adapter_files(list(lora_layers(model)), rank=2, alpha=4.0, base=Base("base", "1"))
+    for name, data in about.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
 @pytest.mark.slow
 def test_two_ranks_keep_the_model_cancel_together_and_start_again(
-    trained: Path, folders: Folders
+    trained: Path, tmp_path: Path
 ) -> None:
+    adapters = write_adapters(trained, tmp_path / "adapters")
+    folders = Folders.of([str(trained), str(adapters)], str(tmp_path / "studio"))
     ranks = LocalRanks(2, serve, folders.outputs / "ranks.log", warm_context())
     queue = Queue(folders, ranks)
     values = {"ckpt": str(trained), "prompt": "a red circle", "seed": "3"}
@@ -169,6 +326,18 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
         assert [process.pid for process in ranks.processes] == pids
         assert ranks.log.read_text().count("wrote ") == 2
 
+        # A reference among uploads, and adapters; both are in the metadata.
+        reference = folders.outputs / UPLOADS / "x" / "a.png"
+        reference.parent.mkdir(parents=True)
+        Image.new("RGB", (24, 28), "red").save(reference)
+        placed = {"reference_path": str(reference), "mask_strategy": "0", "lora": [str(adapters)]}
+        conditioned = ended(queue, values | placed)
+        assert conditioned.video is not None, conditioned.error + ranks.log.read_text()
+        facts = json.loads(conditioned.video.with_suffix(".json").read_text())
+        assert facts["lora"] == [f"{adapters}:1.0"] and len(facts["input_sha256"]) == 1
+        frames = [read_video(one, num_frames=5)[0] for one in (first.video, conditioned.video)]
+        assert (frames[0] != frames[1]).any()
+
         failed = ended(queue, long, lambda job: os.kill(pids[1], signal.SIGKILL))
         assert failed.state == "failed" and "rank 1 (-9)" in failed.error
         assert failed.error.startswith("got the end of") and "; expected all 2" in failed.error
@@ -180,22 +349,24 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
 
 def test_runs_are_overlaid_and_change_while_they_train(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
-    assert "logged a step" in views.training([tmp_path])
+    assert "logged a step" in views.curves([tmp_path])
 
     videos = one / "validation" / "step_00000003"
     videos.mkdir(parents=True)
     for name in ("000-<a>.json", "000-<a>.mp4"):
         (videos / name).touch()
-    shown, both = views.training([one]), views.training([one, other])
+    (one / "validation" / "step_x").mkdir()
+    shown, both = views.curves([one]), views.curves([one, other])
     for curve in ("training loss", "held-out loss by timestep", "idle time: share of each rank"):
         assert f"alt='{curve}'" in shown
     assert shown.count("<img") == both.count("<img") == 6 and both[: len(shown)] != shown
-    assert "step 3</figcaption>" in shown and "000-&lt;a&gt;" in shown and "<a>" not in shown
+    media = views.videos(one)
+    assert "step 3</figcaption>" in media and "000-&lt;a&gt;" in media and "<a>" not in media
 
     before = views.changes([str(one)])
     assert before == views.changes([str(one)]) != views.changes([str(other)])
     log_step(one, 4)
-    assert views.changes([str(one)]) != before
+    assert views.changes([str(one)]) != before and views.videos(one) == media
     assert RunRecord.read(one).lines[-1]["step"] == 4
 
 
