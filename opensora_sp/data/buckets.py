@@ -51,9 +51,8 @@ class BucketEntry(NamedTuple):
 
     def fits(self, num_frames: np.ndarray, interval: int) -> np.ndarray:
         """Whether files of so many frames are long enough, bool; see ``Buckets.assign``."""
-        if self.num_frames == 1:
-            return num_frames == 1
-        return num_frames > self.num_frames * interval
+        fits: np.ndarray = num_frames > self.num_frames * interval
+        return num_frames == 1 if self.num_frames == 1 else fits
 
     def shape_at(self, aspect_ratio: float) -> ClipShape:
         """The shape that clips of a height over width are cut to."""
