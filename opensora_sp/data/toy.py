@@ -83,7 +83,7 @@ def toy_clip(seed: int, index: int) -> ToyClip:
     direction = str(rng.choice(list(DIRECTIONS)))
     radius, speed = rng.uniform(0.17, 0.185), rng.uniform(0.36, 0.38)
 
-    # From near the middle outwards: where a shape is tells where it goes.
+    # From near the middle outwards: the place of a shape already shows its direction.
     across = 0.5 + rng.uniform(-0.05, 0.05)
     along = 0.4 + rng.uniform(-0.015, 0.015)
     horizontal, forward = direction in ("left", "right"), direction in ("right", "down")
