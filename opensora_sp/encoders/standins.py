@@ -103,8 +103,11 @@ class PatchDCTVAE(nn.Module):
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
         count = len(self.lines)
-        frequencies = latents.float().unflatten(1, (3, count, count)) / self.weights
-        pixels = torch.einsum("bcuvfhw,uy,vx->bcfhywx", frequencies, self.lines, self.columns)
+        frequencies = latents.float().unflatten(1, (3, count, count))
+        lines, columns = self.lines.to(frequencies), self.columns.to(frequencies)
+
+        frequencies = frequencies / self.weights.to(frequencies)
+        pixels = torch.einsum("bcuvfhw,uy,vx->bcfhywx", frequencies, lines, columns)
 
         frames = pixels.flatten(5, 6).flatten(3, 4)
         return frames.repeat_interleave(self.pool[0], dim=2)[:, :, :num_frames]
