@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,13 +21,16 @@ def train_in_worlds(config: Path, runs: list[tuple[int, list[str], str | None]])
     from opensora_sp.plugin import current_device
 
     rank = dist.get_rank()
+    # A store's file may outlast its run: a second one of that name would read old addresses.
+    token = [uuid.uuid4().hex]
+    dist.broadcast_object_list(token)
     shutdown_process_group()
-    for world_size, options, resume in runs:
+    for number, (world_size, options, resume) in enumerate(runs):
         if rank >= world_size:
             continue
         os.environ["WORLD_SIZE"] = str(world_size)
         cfg = load_train_config(config, options)
-        store = f"file://{cfg.outputs}.store"
+        store = f"file://{cfg.outputs}.{token[0]}.{number}"
         dist.init_process_group("gloo", store, rank=rank, world_size=world_size)
         dataset, checkpoint = preflight(cfg, resume)
         dist.barrier()
