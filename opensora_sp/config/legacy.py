@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
                   "use_oscillation_guidance_for_image")),
     Rule("drop_condition", "scheduler.drop_condition", run="train", yields=True),
     *(Rule(f"scheduler.{key}",
-           refused="Open-Sora has the function, which no sampler of its calls; remove it")
+           refused="no sampler of Open-Sora calls the function that it names; remove it")
       for key in ("dynamic_thresholding", "thresholding")),
     # optimization
     Rule("use_cosine_scheduler", "lr_schedule", run="train", value={True: "cosine"},

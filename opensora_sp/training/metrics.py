@@ -32,8 +32,8 @@ from .trackers import Level, TensorBoardTracker, Tracker, WandbTracker, wants_te
 
 logger = logging.getLogger(__name__)
 RANKS = "ranks.jsonl"  # in a run's folder: what differs between ranks, by rank
-# Fraction of the run that the running mean in loss.png covers.
 ALERT_TIMEOUT = 5.0  # seconds for the trackers to take the alert of a failure
+# Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1
 
 

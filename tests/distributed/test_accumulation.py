@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from exact_runs import exact_model, relative_error, train_exactly
+from exact_runs import (
+    DECAY,
+    LR,
+    MOMENTUM,
+    OF_EACH_STEP,
+    exact_model,
+    relative_error,
+    train_exactly,
+)
 from ranks import run_ranks
 from runs import batch_of, features_of, losses, write_training
 from safetensors.torch import load_file
@@ -28,15 +36,11 @@ from opensora_sp.json_reader import read_json
 from opensora_sp.plugin import SequenceParallelPlugin
 from opensora_sp.training.preflight import check_resume
 
-STEPS, LR, MOMENTUM, DECAY, MAX_NORM = 2, 0.02, 0.8, 0.75, 0.05
+STEPS, MAX_NORM = 2, 0.05
 OPTIONS = [
     "micro_batches_per_step=None",
     f"max_steps={STEPS}",
-    "ckpt_every=1",
-    f"optimizer={{'type': 'SGD', 'lr': {LR}, 'momentum': {MOMENTUM}}}",
-    f"ema_decay={DECAY}",
-    "ema_warmup=False",
-    "warmup_steps=0",
+    *OF_EACH_STEP,
     "batch_size=2",
     "grad_checkpoint=False",
 ]
@@ -175,5 +179,6 @@ def plugin_of(config: Path) -> str:
     return str(SequenceParallelPlugin.from_config(plain).accumulate_locally)
 
 
-def test_gradients_are_reduced_once_a_step(config: Path) -> None:
+def test_the_plugin_sums_locally_above_one_micro_batch(config: Path) -> None:
+    """How often it then reduces gradients is tested in test_local_gradients.py."""
     assert run_ranks(1, plugin_of, config) == ["False"]

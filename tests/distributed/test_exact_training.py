@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from exact_runs import exact_model, relative_error, train_exactly
+from exact_runs import (
+    DECAY,
+    LR,
+    MOMENTUM,
+    OF_EACH_STEP,
+    exact_model,
+    relative_error,
+    train_exactly,
+)
 from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
 from runs import batch_of, features_of, losses
@@ -30,7 +38,7 @@ from opensora_sp.parallel.cost_model import CPU
 from opensora_sp.runtime.cost_model_file import write_cost_model
 from opensora_sp.training.metrics import read_metrics
 
-STEPS, PER_STEP, LR, MOMENTUM, DECAY = 3, 4, 0.02, 0.8, 0.75
+STEPS, PER_STEP = 3, 4
 # Links cost nothing and launches little, so that "auto" shares micro-batches among CPUs as well.
 FREE_LINKS = replace(
     CPU, bandwidth=1e12, latency=0.0, network_bandwidth=1e12, network_latency=0.0, launch=1e-6
@@ -39,11 +47,7 @@ MIXED = [
     "batch_order=mixed",
     f"micro_batches_per_step={PER_STEP}",
     f"max_steps={STEPS}",
-    "ckpt_every=1",
-    f"optimizer={{'type': 'SGD', 'lr': {LR}, 'momentum': {MOMENTUM}}}",
-    f"ema_decay={DECAY}",
-    "ema_warmup=False",
-    "warmup_steps=0",
+    *OF_EACH_STEP,
     "lr_schedule=constant",
     "grad_clip=0",
 ]

@@ -16,6 +16,16 @@ from world_runs import train_in_worlds
 from opensora_sp.config import TrainConfig
 from opensora_sp.training.trainer import Trainer
 
+LR, MOMENTUM, DECAY = 0.02, 0.8, 0.75
+# Settings that show a wrong scale of gradients, with the state after each step.
+OF_EACH_STEP = [
+    "ckpt_every=1",
+    f"optimizer={{'type': 'SGD', 'lr': {LR}, 'momentum': {MOMENTUM}}}",
+    f"ema_decay={DECAY}",
+    "ema_warmup=False",
+    "warmup_steps=0",
+]
+
 
 def exact_model(trainer: Any, cfg: TrainConfig) -> Any:
     """In place of ``Trainer._build_model``: in float64, with random weights."""
