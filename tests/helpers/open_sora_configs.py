@@ -497,9 +497,9 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     },
     "scheduler.dynamic_thresholding": [
         (False, {}, {}),
-        (True, {}, "which no sampler of its calls"),
+        (True, {}, "no sampler of Open-Sora calls the function"),
     ],
-    "scheduler.thresholding": [(False, {}, {}), (0.995, {}, "which no sampler of its calls")],
+    "scheduler.thresholding": [(False, {}, {}), (0.995, {}, "no sampler of Open-Sora calls the function")],
     "drop_condition": [
         ({"keep": 1}, {}, {"scheduler.drop_condition": {"keep": 1}}),
         (
