@@ -24,8 +24,8 @@ cd "$(dirname "$0")"
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"
 nproc="${{NPROC:-{nproc}}}"
 
-torchrun --nproc_per_node "$nproc" -m opensora_sp.cli train {config} --resume auto
-torchrun --nproc_per_node "$nproc" -m opensora_sp.cli sample {outputs}/sample.py \\
+torchrun --standalone --nproc_per_node "$nproc" -m opensora_sp.cli train {config} --resume auto
+torchrun --standalone --nproc_per_node "$nproc" -m opensora_sp.cli sample {outputs}/sample.py \\
     --ckpt {outputs} --prompts prompts.txt
 """
 

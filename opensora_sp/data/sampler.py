@@ -84,9 +84,10 @@ class MicroBatchPlan:
 
     def __post_init__(self) -> None:
         if len(self.clips) < self.batch_size:
+            longer = ", or lower dataset.frame_interval or num_frames" if self.too_short else ""
             raise ValueError(
                 f"got {len(self.clips)} clips{self._skipped()} and batch_size {self.batch_size}; "
-                "expected at least one whole batch; add clips or lower batch_size"
+                f"expected at least one whole batch; add clips or lower batch_size{longer}"
             )
 
     @cached_property

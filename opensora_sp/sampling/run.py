@@ -376,7 +376,7 @@ def write_batch(
         raise
 
     for path in written:
-        logger.info("wrote %s", path)
+        logger.info("rank %d wrote %s", mesh.rank, path)
     return written
 
 

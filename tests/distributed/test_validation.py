@@ -194,7 +194,7 @@ def train_on_full_disk(folder: Path, checked: list[str]) -> tuple[list[str], lis
     dist.barrier()
 
     train_all(folder, {"full": checked})
-    written = [line.partition("validation/")[2] for line in lines if line.startswith("wrote ")]
+    written = [line.partition("validation/")[2] for line in lines if " wrote " in line]
     return [line for line in lines if "incomplete" in line], written
 
 

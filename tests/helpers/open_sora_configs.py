@@ -499,7 +499,10 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         (False, {}, {}),
         (True, {}, "no sampler of Open-Sora calls the function"),
     ],
-    "scheduler.thresholding": [(False, {}, {}), (0.995, {}, "no sampler of Open-Sora calls the function")],
+    "scheduler.thresholding": [
+        (False, {}, {}),
+        (0.995, {}, "no sampler of Open-Sora calls the function"),
+    ],
     "drop_condition": [
         ({"keep": 1}, {}, {"scheduler.drop_condition": {"keep": 1}}),
         (

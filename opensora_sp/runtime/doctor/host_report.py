@@ -197,7 +197,8 @@ def _port(port: int) -> Check:
             probe.bind(("", port))
         except OSError as error:
             found = f"{error.strerror}{_listener(port)}"
-            return Check(name, found, "FAIL", "pass another --master_port, or end that process")
+            advice = "pass another --master_port, on one host --standalone, or end that process"
+            return Check(name, found, "FAIL", advice)
     return Check(name, "free")
 
 
