@@ -474,7 +474,7 @@ def test_a_video_that_cannot_be_written_ends_a_batch_only_where_errors_are_raise
     pipeline = SimpleNamespace(
         cfg=cfg, num_frames=lambda request: 4, frames=lambda *arguments: iter(decoded)
     )
-    mesh = SimpleNamespace(sp_rank=0, sp_size=1)
+    mesh = SimpleNamespace(rank=0, sp_rank=0, sp_size=1)
 
     errors: list[str] = []
     written = write_batch(pipeline, requests, [], mesh, tmp_path, None, errors)
