@@ -18,4 +18,4 @@ model = dict(
 )
 # The shift towards noise, where the layout of a clip is decided. The default for such small frames
 # shifts timesteps towards data.
-scheduler = dict(type="rflow", use_timestep_transform=True, transform_scale=10.0)
+scheduler = dict(type="rflow", use_timestep_transform=True, transform_scale=7.0)
