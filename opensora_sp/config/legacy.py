@@ -210,10 +210,6 @@ RULES: tuple[Rule, ...] = (
                   "training"}),
     Rule("num_bucket_build_workers", run="train", note="one process builds the buckets"),
     Rule("prefetch_factor", run="train", note="the loader uses its default"),
-    Rule("noise_augmentation", run="train",
-         refused="clips are trained on as they are; remove it"),
-    *(Rule(key, run="train", note="of noise_augmentation, which is not supported")
-      for key in ("noise_prob", "noise_strength")),
     Rule("bucket_config", "bucket_config", run="train", inert=(None,), value=_kept_clips,
          also=_default_length,
          note="a probability of None, of its evaluation script, is 1; epochs are 1000 by default"),

@@ -25,6 +25,7 @@ from open_sora_configs import (
     V1_3,
     V1_3_ADAPT,
     V1_3_EVAL,
+    V1_3_NOISE,
 )
 from ranks import run_ranks
 from runs import ROOT, write_toy_set
@@ -104,12 +105,28 @@ def test_configs_of_1_3_load(tmp_path: Path) -> None:
 
 
 def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
-    """Images with more latent channels; the evaluation script's."""
-    write(tmp_path, adapt=V1_3_ADAPT, evaluation=V1_3_EVAL)
+    """Images with more latent channels; degraded clips; the evaluation script's."""
+    write(tmp_path, adapt=V1_3_ADAPT, noise=V1_3_NOISE, evaluation=V1_3_EVAL)
     adapt = load_train_config(tmp_path / "adapt.py", ["dataset.manifest=x.csv"])
     assert adapt.convert == ("temporal_blocks", "in_channels") and adapt.model["skip_temporal"]
     assert adapt.model["in_channels"] == 16 and adapt.model["use_cond"]
     assert adapt.warmup_steps == 0 and adapt.model_spec.config.num_blocks == 28
+
+    noise = load_train_config(tmp_path / "noise.py", ["dataset.manifest=x.csv"])
+    assert noise.noise_augmentation and noise.noise_prob is not None
+    assert noise.noise_prob["gaussian_pixel"] == 0.5 and noise.noise_strength is not None
+    for option, message in {
+        "noise_prob=None": "got noise_augmentation with noise_prob None",
+        "noise_prob.blur=1": "got noise_prob['blur'] = 1.0; expected a probability",
+        "noise_prob.gaussian_feature=0.1": "noise_strength['gaussian_feature'] = None",
+        "noise_strength.downsample_spatial=[3]": "expected a list of ratios, some of [1, 2, 4, 8]",
+        "noise_strength.gaussian_pixel=2": "expected the largest share of noise, from 0 to 1",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load_train_config(tmp_path / "noise.py", ["dataset.manifest=x.csv", option])
+    with pytest.raises(ValueError, match="noise_augmentation with dataset.type 'CachedFeatures'"):
+        cached = ["dataset.type=CachedFeatures", "dataset.path=cache"]
+        load_train_config(tmp_path / "noise.py", cached)
 
     evaluation = load_train_config(tmp_path / "evaluation.py", manifest="held.csv")
     assert evaluation.bucket_config == {"360p": {113: (1.0, 6)}}
@@ -309,7 +326,7 @@ def train_them(folder: Path) -> dict[str, Any]:
     launch(0)
     trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     found: dict[str, Any] = {}
-    for name in ("v10", "v11", "v12", "v13", "adapt", "v10_again"):
+    for name in ("v10", "v11", "v12", "v13", "adapt", "noise", "v10_again"):
         path = folder / ("v10_dump.py" if name == "v10_again" else f"{name}.py")
         dumped = [f"outputs={folder / name}"]
         own = [
@@ -323,7 +340,7 @@ def train_them(folder: Path) -> dict[str, Any]:
             else [*BUCKETED]
         )
         # Two micro-batches are a step.
-        own += [*WINDOWED, "epochs=2"] if name == "v13" else []
+        own += [*WINDOWED, "epochs=2"] if name in ("v13", "noise") else []
         own += [f"load={folder / 'v12' / 'step_00000002'}", *IMAGES] if name == "adapt" else []
         cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
         if name == "v10" and dist.get_rank() == 0:
@@ -369,7 +386,7 @@ IMAGES = [
 
 
 def test_they_train(tmp_path: Path) -> None:
-    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, adapt=V1_3_ADAPT)
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, adapt=V1_3_ADAPT, noise=V1_3_NOISE)
     manifest = write_toy_set(tmp_path, 4)
     rows = [
         one._replace(path=Path(one.path.name), num_frames=6, height=180, width=320)

@@ -19,7 +19,7 @@ KEPT = (
     "scheduler.use_discrete_timesteps", "scheduler.sample_method", "cond_type", "mask_types",
     "model.use_spatial_rope", "model.class_dropout_prob", "vae.z_channels",
     "vae.micro_batch_size_2d", "vae.use_tiled_conv3d", "vae.tile_size", "vae.normalization",
-    "vae.temporal_overlap",
+    "vae.temporal_overlap", "noise_augmentation", "noise_prob", "noise_strength",
     "scheduler.scale_image_weight", "scheduler.initial_image_scale",
     "scheduler.use_oscillation_guidance", "scheduler.use_flaw_fix", "scheduler.drop_condition",
 )  # fmt: skip
@@ -237,6 +237,18 @@ load = None
 lr = 1e-4
 ema_decay = 0.99
 """
+V1_3_NOISE = (
+    V1_3
+    + """
+noise_augmentation = True
+noise_prob = {"gaussian_pixel": 0.5, "downsample_spatial": 0.2, "downsample_temporal": 0.2}
+noise_strength = {
+    "gaussian_pixel": 0.4,
+    "downsample_spatial": [2, 4, 4, 8],
+    "downsample_temporal": [2, 4, 8],
+}
+"""
+)
 V1_3_EVAL = f"""
 num_workers = 8
 dtype = "bf16"
@@ -391,9 +403,6 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     ],
     "num_bucket_build_workers": [(16, {}, {})],
     "prefetch_factor": [(2, {}, {})],
-    "noise_augmentation": [(False, {}, {}), (True, {}, "clips are trained on as they are")],
-    "noise_prob": [({"gaussian_pixel": 0.5}, {}, {})],
-    "noise_strength": [({"gaussian_pixel": 0.4}, {}, {})],
     "bucket_config": [
         (
             {"360p": {113: (None, 6)}},
