@@ -38,7 +38,7 @@ WITHOUT_EFFECT = frozenset(
 # MAX_DEPTH is for files of fewer tensors.
 MAX_SETTING, MAX_TABLE, MAX_DEPTH = 1 << 16, 1 << 26, 64
 # Other values would change the model in ways that are not implemented here.
-MUST_BE = {"no_temporal_pos_emb": False, "skip_temporal": False}
+MUST_BE = {"no_temporal_pos_emb": False}
 
 
 def model_config_json(name: str, config: Any) -> bytes:
@@ -289,13 +289,16 @@ def _refuse_differing(
     saved = {**dataclasses.asdict(model_class(name).Config()), **values, "_class_name": name}
     # Tuples are lists in JSON.
     wanted, saved = json.loads(json.dumps([wanted, saved]))
-    differing = [
-        f"{key} is {saved.get(key)!r} there, {value!r} here"
+    differing = {
+        key: f"{key} is {saved.get(key)!r} there, {value!r} here"
         for key, value in wanted.items()
         if saved.get(key) != value
-    ]
+    }
     if differing:
+        helpful = [one for one in CONVERSIONS if CONVERSIONS[one].config_keys & differing.keys()]
+        hint = f", or request the conversion: convert={helpful}" if helpful else ""
         raise ValueError(
-            f"got checkpoint {source} of another model ({', '.join(differing[:4])}); expected one "
-            "of the configured model; change the checkpoint or the config's model"
+            f"got checkpoint {source} of another model ({', '.join([*differing.values()][:4])}); "
+            "expected one of the configured model; change the checkpoint or the config's model"
+            f"{hint}"
         )

@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 
 from .reader import Stored, Weights
@@ -33,11 +35,14 @@ class Conversion:
 
     Args:
         config_keys: settings that may then differ from those of the weights.
-        changed: the tensors that replace those on disk.
+        changed: the tensors that replace those on disk; None if there are none.
+        replaced: patterns of tensors that may differ in any way: those on disk are left out, and
+            the model's keep their initialization.
     """
 
     config_keys: frozenset[str]
-    changed: Callable[[Tensors, ConditionedModel], Tensors]
+    changed: Callable[[Tensors, ConditionedModel], Tensors] | None = None
+    replaced: tuple[str, ...] = ()
 
 
 def _recomputed_tables(tensors: Tensors, model: ConditionedModel) -> Tensors:
@@ -78,12 +83,52 @@ def _without_sigma(tensors: Tensors, model: ConditionedModel) -> Tensors:
     return changed
 
 
+def _more_channels(tensors: Tensors, model: ConditionedModel) -> Tensors:
+    """First and last projection for n times as many latent channels, as in Open-Sora 1.3.
+
+    Each channel is repeated. The input's weights are divided by n, so that n equal groups of
+    channels give the tokens that one gave.
+    """
+    volume, channels = math.prod(model.config.patch_size), model.config.in_channels
+    first = tensors.get("x_embedder.proj.weight")
+    if first is None or channels == first.shape[1] or channels % first.shape[1]:
+        return {}
+
+    before = first.shape[1]
+    times = channels // before
+
+    def widened(stored: Stored) -> Tensor:
+        return repeat(stored.read(), "width c ... -> width (n c) ...", n=times) / times
+
+    def repeated(stored: Stored) -> Tensor:
+        pattern = "(v parts c) ... -> (v parts n c) ..."
+        return repeat(stored.read(), pattern, v=volume, c=before, n=times)
+
+    width, _, *patch = first.shape
+    changed = {"x_embedder.proj.weight": Stored((width, channels, *patch), partial(widened, first))}
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        stored = tensors.get(name)
+        if stored is None or stored.shape[0] % (volume * before):
+            return {}
+        shape = (stored.shape[0] * times, *stored.shape[1:])
+        changed[name] = Stored(shape, partial(repeated, stored))
+    return changed
+
+
 CONVERSIONS = {
     "pos_embed": Conversion(
         frozenset({"input_size", "space_scale", "time_scale"}), _recomputed_tables
     ),
     "y_embedding": Conversion(frozenset({"model_max_length"}), _resized_text),
     "pred_sigma": Conversion(frozenset({"pred_sigma"}), _without_sigma),
+    "in_channels": Conversion(
+        frozenset({"in_channels", "use_cond"}), _more_channels, replaced=("x_embedder_cond*",)
+    ),
+    "temporal_blocks": Conversion(
+        frozenset({"skip_temporal", "kernel_size", "use_spatial_rope"}),
+        # Frequencies follow from the configuration.
+        replaced=("temporal_blocks.*", "rope.freqs"),
+    ),
 }
 
 
@@ -125,6 +170,18 @@ class Differences:
                 for name, shape in shapes.items()
                 if name in found and found[name] != shape
             },
+        )
+
+    def matching(self, patterns: Collection[str], *, matches: bool = True) -> Differences:
+        """Those whose names match one of the patterns, or with ``matches=False`` the others."""
+
+        def kept(name: str) -> bool:
+            return matches == any(fnmatchcase(name, pattern) for pattern in patterns)
+
+        return Differences(
+            missing=tuple(filter(kept, self.missing)),
+            unexpected=tuple(filter(kept, self.unexpected)),
+            reshaped={name: text for name, text in self.reshaped.items() if kept(name)},
         )
 
     def __len__(self) -> int:
@@ -174,14 +231,15 @@ def fitted(
         model: the bare model, which may be on the meta device.
         convert: names of ``CONVERSIONS`` to apply; one without anything to convert is logged.
         strict: refuse any difference. Otherwise tensors that differ are skipped, with a warning.
-        of_base: for a derived class also accept all weights of a class that it is derived from.
-            What it adds is not among them then, and keeps its initialization.
+        of_base: for a derived class also accept all weights of a class that it is derived from,
+            and where a conversion replaces tensors, weights without them. What the model adds is
+            not among them then, and keeps its initialization.
 
     Raises:
         ValueError: with all differences, or if nothing fits at all.
     """
     weights = _converted(weights, model, check_conversions(convert))
-    differences = Differences.between(weights.shapes, model.state_dict())
+    weights, differences = _replaced(weights, model, convert, of_base=of_base)
     if not differences:
         return weights
     base = _base_of(weights, model) if of_base else None
@@ -199,6 +257,31 @@ def fitted(
 
     logger.warning("weights: loading what fits of %s (%s)", weights.path, differences)
     return weights.only(weights.tensors.keys() - skipped)
+
+
+def _replaced(
+    weights: Weights, model: ConditionedModel, convert: Collection[str], *, of_base: bool
+) -> tuple[Weights, Differences]:
+    """The weights without tensors that conversions replace, and the differences that remain.
+
+    Unless ``of_base``, every tensor of the model has to be among the weights.
+    """
+    differences = Differences.between(weights.shapes, model.state_dict())
+    patterns = [*chain.from_iterable(CONVERSIONS[name].replaced for name in convert)]
+    replaced = differences.matching(patterns)
+    anew = (*replaced.missing, *replaced.reshaped)
+    if not replaced or (anew and not of_base):
+        return weights, differences
+
+    left_out = (*replaced.unexpected, *replaced.reshaped)
+    weights = weights.only(weights.tensors.keys() - set(left_out))
+    notes = [*weights.notes]
+    if left_out:
+        notes.append(f"conversion: left out: {_listed(left_out)}")
+    if anew:
+        notes.append(f"conversion: initialized anew: {_listed(anew)}")
+    remaining = differences.matching(patterns, matches=False)
+    return replace(weights, notes=tuple(notes)), remaining
 
 
 def _base_of(weights: Weights, model: ConditionedModel) -> str | None:
@@ -220,8 +303,9 @@ def _conversion_hint(weights: Weights, model: ConditionedModel, num_differences:
     """Names the conversions that would leave fewer differences."""
     helpful = []
     for name in CONVERSIONS:
-        shapes = _converted(weights, model, (name,)).shapes
-        if len(Differences.between(shapes, model.state_dict())) < num_differences:
+        converted = _converted(weights, model, (name,))
+        _, remaining = _replaced(converted, model, (name,), of_base=True)
+        if len(remaining) < num_differences:
             helpful.append(name)
     return f", or request the conversion: convert={helpful}" if helpful else ""
 
@@ -229,8 +313,9 @@ def _conversion_hint(weights: Weights, model: ConditionedModel, num_differences:
 def _converted(weights: Weights, model: ConditionedModel, names: tuple[str, ...]) -> Weights:
     tensors, notes = dict(weights.tensors), list(weights.notes)
     for name in names:
-        changed = CONVERSIONS[name].changed(tensors, model)
-        if not changed:
+        change = CONVERSIONS[name].changed
+        changed = {} if change is None else change(tensors, model)
+        if change is not None and not changed:
             notes.append(f"conversion {name}: nothing to convert")
 
         for tensor, stored in changed.items():

@@ -126,6 +126,36 @@ def _frozen_by_name(value: Any, draft: Draft) -> tuple[str, ...]:
     return (*draft.get("freeze", ()), *known[value])
 
 
+def _converted(name: str) -> Callable[[Any, Draft], tuple[str, ...]]:
+    return lambda value, draft: (*(draft.get("convert") or ()), name)
+
+
+def _without_temporal(value: Any, draft: Draft) -> dict[str, Any]:
+    return {"convert": ("temporal_blocks",)} if draft.foreign else {}
+
+
+def _kept_clips(value: Any, draft: Draft) -> Any:
+    """Buckets of a config of the evaluation script, which ignores probabilities."""
+    if not isinstance(value, dict) or not draft.foreign:
+        return value
+    changed: dict[Any, Any] = {}
+    for resolution, entries in value.items():
+        changed[resolution] = entries
+        if isinstance(entries, dict):
+            changed[resolution] = {frames: _kept(entry) for frames, entry in entries.items()}
+    return changed
+
+
+def _default_length(value: Any, draft: Draft) -> dict[str, Any]:
+    has_length = any(draft.get(key) is not None for key in ("epochs", "max_steps"))
+    return {} if has_length or not draft.foreign else {"epochs": 1000}
+
+
+def _kept(entry: Any) -> Any:
+    is_unset = isinstance(entry, (list, tuple)) and len(entry) == 2 and entry[0] is None
+    return (1.0, entry[1]) if is_unset else entry
+
+
 def _masks(value: Any, draft: Draft) -> Any:
     """Mask ratios of older versions.
 
@@ -180,12 +210,11 @@ RULES: tuple[Rule, ...] = (
                   "training"}),
     Rule("num_bucket_build_workers", run="train", note="one process builds the buckets"),
     Rule("prefetch_factor", run="train", note="the loader uses its default"),
-    Rule("noise_augmentation", run="train",
-         refused="clips are trained on as they are; remove it"),
-    *(Rule(key, run="train", note="of noise_augmentation, which is not supported")
-      for key in ("noise_prob", "noise_strength")),
+    Rule("bucket_config", "bucket_config", run="train", inert=(None,), value=_kept_clips,
+         also=_default_length,
+         note="a probability of None, of its evaluation script, is 1; epochs are 1000 by default"),
     Rule("num_eval_timesteps", run="train",
-         refused="remove it, and measure a checkpoint with opensora-sp eval"),
+         note="of its evaluation script; opensora-sp eval has --bins"),
     Rule("load_text_features", run="train", refused="captions are encoded here; remove it"),
     Rule("mask_ratios", "mask_ratios", run="train", value=_masks,
          note="1 to 4 frames are quarter_*, 1 to a quarter of the frames"),
@@ -211,10 +240,10 @@ RULES: tuple[Rule, ...] = (
     Rule("model.use_x_mask", note="every model takes frame masks"),
     Rule("model.no_temporal_pos_emb",
          refused="all models here have temporal position embeddings; remove it"),
-    Rule("model.skip_temporal", refused="all models here have temporal attention; remove it"),
-    Rule("model.adapt_16ch",
-         refused="weights for 4 latent channels are not widened; remove it, and load weights for "
-                 "16"),
+    Rule("model.skip_temporal", "model.skip_temporal", also=_without_temporal,
+         note="of weights with temporal blocks, these are left out, as in Open-Sora"),
+    Rule("model.adapt_16ch", "convert", value=_converted("in_channels"),
+         note="weights for 4 latent channels become weights for 16, as in Open-Sora"),
     Rule("model.force_huggingface", note="the format of weights is recognised"),
     Rule("model.freeze_y_embedder", "freeze", run="train", value=_frozen("y_embedder.*")),
     Rule("model.only_train_temporal", "freeze", run="train",

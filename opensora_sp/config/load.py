@@ -30,13 +30,22 @@ SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": Inference
 logger = logging.getLogger(__name__)
 
 
-def load_train_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
+def load_train_config(
+    path: str | Path, overrides: list[str] | None = None, *, manifest: str | None = None
+) -> TrainConfig:
     """Load and check a training config.
+
+    Args:
+        manifest: where the config names no clips, for callers that read others.
 
     Raises:
         ValueError: with the file, the line and the key of everything missing, unknown or invalid.
     """
-    return _checked(TrainConfig, load_draft(path, overrides, run="train"), path)
+    draft = load_draft(path, overrides, run="train")
+    names_clips = any(draft.get(f"dataset.{key}") is not None for key in ("manifest", "path"))
+    if manifest is not None and not names_clips:
+        draft.set("dataset.manifest", manifest, "--manifest")
+    return _checked(TrainConfig, draft, path)
 
 
 def load_inference_config(

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opensora_sp.components import nearest
 from opensora_sp.data import Buckets, ClipShape
+from opensora_sp.data.degradation import check_degradation
 from opensora_sp.diffusion import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.rank_groups import check_degrees
@@ -173,6 +174,17 @@ class TrainConfig(Common):
     micro-batch, as in Open-Sora 1.3; see docs/concepts/masks.md. None: none.
     """
 
+    noise_augmentation: bool = False
+    """Degrade the latents that noise is added to, by `noise_prob` and `noise_strength`, and predict
+    the true ones, as in Open-Sora 1.3; see docs/data.md.
+    """
+
+    noise_prob: dict[str, float] | None = None
+    """With `noise_augmentation`: probability of each kind of degradation of a clip."""
+
+    noise_strength: dict[str, Any] | None = None
+    """With `noise_augmentation`: ratios to draw from, or the largest share of noise, by kind."""
+
     validation: Validation | None = None
     """Sampling and held-out loss during training; None is off."""
 
@@ -264,6 +276,7 @@ class TrainConfig(Common):
         yield self._blocks_to_recompute
         yield self._lora_has_a_base
         yield self._condition_fits
+        yield self._degradation_fits
 
     def _blocks_to_recompute(self) -> None:
         if self.grad_checkpoint != "auto":
@@ -364,6 +377,17 @@ class TrainConfig(Common):
                 f"{self.scheduler['type']!r} and mask_ratios {self.mask_ratios}; expected a model "
                 "with use_cond=True, 'rflow' and no mask_ratios; correct these, or remove "
                 "mask_types"
+            )
+
+    def _degradation_fits(self) -> None:
+        if not self.noise_augmentation:
+            return
+        check_degradation(self.noise_prob, self.noise_strength)
+        if self.dataset.type == "CachedFeatures" or self.scheduler["type"] != "rflow":
+            raise ValueError(
+                f"got noise_augmentation with dataset.type {self.dataset.type!r} and scheduler "
+                f"{self.scheduler['type']!r}; expected video files, which are degraded as they are "
+                "read, and 'rflow'; correct these, or remove noise_augmentation"
             )
 
     def _training_precision(self) -> None:

@@ -140,7 +140,7 @@ def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
     Raises:
         ValueError: if both keys are set in the same place.
     """
-    if draft.get(new) is None or new == "freeze":
+    if draft.get(new) is None or new in ("freeze", "convert"):
         return True
     there = draft.origin(new)
     if _is_option(origin) == _is_option(there) and not rule.yields:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -24,13 +24,15 @@ class Clip:
     """A clip, or some frames of it: ``video`` uint8 ``[3, F, height, width]``, caption, frame rate.
 
     ``transforms.scale`` converts it to what a VAE takes, on the device, so loaders transfer a
-    quarter of the bytes. With its first frame comes ``extra``, see ``ExtraFiles``.
+    quarter of the bytes. With its first frame comes ``extra``, see ``ExtraFiles``. ``key`` is the
+    epoch and the number of the clip, of which draws are a function.
     """
 
     video: Tensor
     text: str
     fps: float
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    key: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,10 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         key = sample.clip, sample.shape, sample.frames
         if key not in self._cached:
             self._cached[key] = self._read(sample)
-        return self._cached[key]
+        found = self._cached[key]
+        if isinstance(found, Clip):
+            return replace(found, key=(sample.epoch, sample.clip))
+        return found
 
     def _read(self, sample: Sample) -> Clip | CorruptSample:
         entry, shape = self.rows[sample.clip], sample.shape
@@ -165,7 +170,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
 
         crop = (top, left) if self.transform == "resize_random_crop" else None
         video = resize_and_crop(frames, (shape.height, shape.width), crop)
-        return Clip(video, entry.text, fps, extra)
+        return Clip(video, entry.text, fps, extra, key=(sample.epoch, sample.clip))
 
     def _start(self, entry: Entry, num_frames: int, share: float) -> int:
         """The first frame to read: of the middle, or at this share of the possible starts."""

@@ -39,7 +39,7 @@ class Noised:
     Attributes:
         x_t: the network's input, ``[B, c, F, h, w]``.
         target: the training target, ``[B, c, F, h, w]``.
-        x_start: the data, ``[B, c, F, h, w]``.
+        x_start: the data that was noised, ``[B, c, F, h, w]``.
         t: timesteps of the process, ``[B]``.
         x_mask: bool ``[B, F]``, False for conditioning frames.
         video_mask: bool ``[B, F, h, w]``, False outside of a clip that is smaller than the batch.
@@ -64,12 +64,16 @@ class Noised:
         t: Tensor,
         x_mask: Tensor | None,
         conditioning_frames: Sequence[int] = (),
+        true: Tensor | None = None,
     ) -> Noised:
-        """Noise a batch ``[B, c, F, h, w]`` up to t ``[B]``, but for its conditioning frames."""
+        """Noise a batch ``[B, c, F, h, w]`` up to t ``[B]``, but for its conditioning frames.
+
+        The target leads to the data; with ``true`` to that, where ``x_start`` is degraded.
+        """
         x_t = process.noisy_input(x_start, noise, t, x_mask)
         return cls(
             x_t=x_t,
-            target=process.target(x_start, noise),
+            target=process.target(x_start if true is None else true, noise),
             x_start=x_start,
             t=t,
             x_mask=x_mask,

@@ -207,7 +207,7 @@ def _config(settings: Settings) -> TrainConfig:
     """The training config of ``--config``, or else the one that the checkpoint keeps."""
     overrides = list(settings.overrides)
     if settings.config is not None:
-        return load_train_config(settings.config, overrides)
+        return load_train_config(settings.config, overrides, manifest=settings.manifest)
 
     state = _state(settings)
     values = None if state is None else read_json(state).get("config")

@@ -60,11 +60,13 @@ class BatchMaker:
         self.device = device
         self.flow: DiffusionProcess = build_component(cfg.scheduler, SCHEDULERS)
         self.sample_inputs = cfg.model_spec.model_class.sample_inputs
+        self.channels = cfg.model_spec.config.in_channels
 
     @torch.no_grad()
     def make(self, features: Features, draws: Draws, *, timestep: int = 0) -> Batch:
         """The batch of some clips at one of the timesteps that were drawn for each."""
-        latents = features.latents
+        # Of degraded clips, the true latents follow.
+        latents, *true = features.latents.split(self.channels, dim=1)
         geometry, numbers = size_conditions(
             self.flow,
             self.sample_inputs,
@@ -92,7 +94,7 @@ class BatchMaker:
         if x_mask is not None:
             x_mask = to_device(x_mask, self.device)
         index = () if draws.condition is None else draws.condition.index
-        noised = Noised.of(self.flow, latents, draws.noise, t, x_mask, index)
+        noised = Noised.of(self.flow, latents, draws.noise, t, x_mask, index, *true)
         return Batch(noised, inputs, draws.ids, features.text_lengths, tuple(features.extra))
 
 

@@ -32,6 +32,7 @@ from opensora_sp.planner.sharing import busiest_work
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .cached import CachedSource
+from .degraded import DegradedClips
 from .sources import Encoders, Source
 
 TrainingSet = VideoTextDataset | CachedFeatures
@@ -62,7 +63,11 @@ def make_source(cfg: TrainConfig, dataset: TrainingSet, device: torch.device) ->
     """The source of the dataset's latents and text features; for a cache no encoder is loaded."""
     if isinstance(dataset, CachedFeatures):
         return CachedSource(dataset, device)
-    return make_encoders(cfg, device)
+    encoders = make_encoders(cfg, device)
+    if not cfg.noise_augmentation:
+        return encoders
+    assert cfg.noise_prob is not None and cfg.noise_strength is not None
+    return DegradedClips(encoders, cfg.seed, cfg.noise_prob, cfg.noise_strength)
 
 
 def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:

@@ -39,7 +39,7 @@ class CachedSource:
     def __init__(self, dataset: CachedFeatures, device: torch.device) -> None:
         self.dataset, self.sizes, self.device = dataset, dataset.sizes, device
         source: dict[str, int] = dataset.index["source"]
-        self.channels = source["channels"]
+        self.channels = self.carried = source["channels"]
         self.width = source["width"]
         self.max_length = source["max_length"]
 

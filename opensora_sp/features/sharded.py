@@ -63,7 +63,7 @@ class Features:
     """
 
     shape: ClipShape
-    positions: Tensor  # float32 [B, f, h, w, c]
+    positions: Tensor  # float32 [B, f, h, w, c or 2 * c], see ``Source.carried``
     y: Tensor  # float32 [B, 1, L, W]
     mask: Tensor  # int64 [B, L] on the CPU
     fps: Tensor  # float32 [B]
@@ -85,7 +85,7 @@ class Features:
         shapes = {} if extra is None else extra.shapes_of(shape)
         return cls(
             shape,
-            torch.full((num_clips, *size, source.channels), value, device=device),
+            torch.full((num_clips, *size, source.carried), value, device=device),
             torch.zeros(num_clips, 1, source.max_length, source.width, device=device),
             torch.zeros(num_clips, source.max_length, dtype=torch.int64),
             torch.full((num_clips,), DEFAULT_FPS, device=device),
@@ -99,7 +99,7 @@ class Features:
 
     @property
     def latents(self) -> Tensor:
-        """``[B, c, f, h, w]``"""
+        """``[B, c or 2 * c, f, h, w]``"""
         return self.positions.movedim(-1, 1).contiguous()
 
 
@@ -258,7 +258,7 @@ class ShardedEncoder:
         self, assignment: Assignment, items: Sequence[Any], features: Features
     ) -> list[Payload]:
         """Encode this rank's portions; for each rank what it needs of them."""
-        none = features.positions.new_zeros(0, self.source.channels)
+        none = features.positions.new_zeros(0, self.source.carried)
         encoded = [z.movedim(0, -1).flatten(0, 2) for z in self.source.latents(items)]
         latents = torch.cat([none, *encoded])  # [n, c]
         captions = self._captions(assignment.portions[self.mesh.sp_rank], items, features)
@@ -304,7 +304,7 @@ class ShardedEncoder:
         """Send each rank its payload; returns the payloads received, rank by rank."""
         if self.mesh.sp_size == 1:
             return sent
-        channels = self.source.channels
+        channels = self.source.carried
         of_clip = [tensor.numel() for tensor in features.with_caption(0)]
         sections = []  # of each payload received: elements of the latents, and of each tensor
         for sender, num_positions in enumerate(assignment.delivery.recv_splits):

@@ -20,6 +20,7 @@ class Source(Protocol):
     """Makes latents and text features of the items that a dataset reads."""
 
     channels: int
+    carried: int  # numbers made for each latent position: c, or of a pair of latents 2 * c
     width: int
     max_length: int
 
@@ -45,6 +46,7 @@ class Encoders:
     def __init__(self, vae: Any, text_encoder: Any, device: torch.device) -> None:
         self.vae, self.text_encoder, self.device = vae, text_encoder, device
         self.channels: int = vae.channels
+        self.carried = self.channels
         self.width: int = text_encoder.width
         self.max_length: int = text_encoder.max_length
 

@@ -63,7 +63,8 @@ class ConditionedModel(nn.Module):
 
     Config: ClassVar[type[SharedConfig]]
     # The hook points that sequence parallelism attaches to, by name.
-    sharding_points: ClassVar[dict[str, str]]
+    # None under "temporal" is a model without temporal blocks.
+    sharding_points: Mapping[str, str | None]
     # Numbers of a sample that ``forward`` takes, ``[B]`` each, by name.
     sample_inputs: ClassVar[tuple[str, ...]] = ()
     # Further tensors of a sample that ``forward`` takes, by name: axes as in ``extra_inputs.py``.

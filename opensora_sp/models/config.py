@@ -54,6 +54,11 @@ class SharedConfig:
         """Blocks that gradient checkpointing may recompute, each or in two parts."""
         return self.depth
 
+    @property
+    def alternates(self) -> bool:
+        """Whether there are temporal blocks beside the spatial ones."""
+        return True
+
     def __post_init__(self) -> None:
         self._check_positive("in_channels", "hidden_size", "depth", "num_heads", "mlp_ratio")
         self._check_positive("caption_channels", "model_max_length")
@@ -191,6 +196,8 @@ class STDiT3Config(SharedConfig):
     ``skip_y_embedder`` expects text already projected and packed. Open-Sora 1.3 has ``use_cond``,
     which embeds conditioning frames; windows of ``kernel_size`` (height, width, frames) patches for
     temporal attention, -1 for all; and with ``use_spatial_rope`` rotary positions also in a frame.
+    With ``skip_temporal`` there are no temporal blocks: a model of images, whose frames do not
+    attend to each other.
     """
 
     input_sq_size: int = 512
@@ -200,11 +207,16 @@ class STDiT3Config(SharedConfig):
     use_cond: bool = False
     kernel_size: tuple[int, int, int] | None = None
     use_spatial_rope: bool = False
+    skip_temporal: bool = False
 
     @property
     def num_blocks(self) -> int:
         """Spatial and temporal blocks."""
-        return 2 * self.depth
+        return self.depth if self.skip_temporal else 2 * self.depth
+
+    @property
+    def alternates(self) -> bool:
+        return not self.skip_temporal
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,7 +43,7 @@ class STDiT3(ConditionedModel):
     config: STDiT3Config
     Block: ClassVar[type[STDiT3Block]] = STDiT3Block
     sample_inputs = ("fps", "height", "width")
-    sharding_points = MODEL_POINTS | dict(
+    sharding_points: Mapping[str, str | None] = MODEL_POINTS | dict(
         spatial="spatial_blocks.*.attn",
         temporal="temporal_blocks.*.attn",
         tokenwise="*_blocks.*.tokenwise",
@@ -79,7 +79,12 @@ class STDiT3(ConditionedModel):
         self.spatial_blocks = nn.ModuleList(
             self.Block(config, spatial_rope, in_frame=True) for _ in range(depth)
         )
-        self.temporal_blocks = nn.ModuleList(self.Block(config, self.rope) for _ in range(depth))
+        if config.skip_temporal:
+            self.sharding_points = {**self.sharding_points, "temporal": None}
+        else:
+            self.temporal_blocks = nn.ModuleList(
+                self.Block(config, self.rope) for _ in range(depth)
+            )
         self.final_layer = FinalLayer(config)
 
         self.initialize(
@@ -125,7 +130,7 @@ class STDiT3(ConditionedModel):
                 ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null. By
                 default the null caption, unless y is encoded.
             drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Each entry skips a block's
-                modulated branches.
+                modulated branches; with ``skip_temporal`` every second one has no block.
             extra: the ``extra_inputs`` of a derived model, ``[B, ...]`` each.
 
         Returns:
@@ -166,9 +171,18 @@ class STDiT3(ConditionedModel):
             x = self.add_conditioning_frames(x, cond, cond_mask, rows)
         x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
+        scales = self.branch_scales(drop_path)
+        if config.skip_temporal:
+            tables = conditioning.tables([block.scale_shift_table for block in self.spatial_blocks])
+            for i, block in enumerate(self.spatial_blocks):
+                own = tables[i], scales[2 * i]
+                x = self.run_part(block, x, conditioning.spatial(rows), *own, last=True)
+
+            x = self.final_layer(x, t, conditioning.spatial(rows))  # [R, S, V * C_out]
+            return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
+
         pairs = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
         tables = conditioning.tables([block.scale_shift_table for pair in pairs for block in pair])
-        scales = self.branch_scales(drop_path)
         for i, (spatial_block, temporal_block) in enumerate(pairs):
             own = tables[2 * i], scales[2 * i]
             x = self.run_part(spatial_block, x, conditioning.spatial(rows), *own)

@@ -5,16 +5,22 @@ Legend: B samples, T frames, S patches of a frame, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .layout import BatchAxes, Partition, rank_ranges, unit_ranges
 from .protocols import Grid
 
+Stated = TypeVar("Stated")
+
 
 @dataclass(frozen=True)
 class BatchShape:
-    """B x T x S tokens in a model of ``depth`` pairs of a spatial and a temporal block."""
+    """B x T x S tokens in a model of ``depth`` pairs of a spatial and a temporal block.
+
+    A model that does not alternate has ``depth`` spatial blocks alone.
+    """
 
     num_samples: int
     frames: int
@@ -24,15 +30,24 @@ class BatchShape:
     depth: int = 1
     windows: Partition | None = None  # of temporal attention
     full: bool = False  # all tokens of a sample attend to each other
+    alternates: bool = True
 
     @classmethod
     def of(cls, config: Any, num_samples: int, latent_size: tuple[int, int, int]) -> BatchShape:
         """The shape of a batch of latents ``(frames, height, width)`` in a model of this config."""
         grid = config.grid(num_samples, latent_size)
-        return cls.of_grid(grid, config.hidden_size, config.num_heads, config.depth)
+        return cls.of_grid(
+            grid,
+            config.hidden_size,
+            config.num_heads,
+            config.depth,
+            alternates=getattr(config, "alternates", True),
+        )
 
     @classmethod
-    def of_grid(cls, grid: Grid, width: int, heads: int, depth: int = 1) -> BatchShape:
+    def of_grid(
+        cls, grid: Grid, width: int, heads: int, depth: int = 1, *, alternates: bool = True
+    ) -> BatchShape:
         """The shape of the patches ``grid``."""
         return cls(
             num_samples=grid.num_samples,
@@ -43,7 +58,12 @@ class BatchShape:
             depth=depth,
             windows=grid.windows,
             full=grid.full,
+            alternates=alternates,
         )
+
+    def of_blocks(self, pair: Sequence[Stated]) -> Sequence[Stated]:
+        """Of what is stated for a spatial and a temporal block, that of the blocks there are."""
+        return pair if self.alternates else pair[:1]
 
     @property
     def tokens(self) -> int:

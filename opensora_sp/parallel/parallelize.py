@@ -115,6 +115,8 @@ class SequenceParallel:
         """For each rank of the group its rows where tokens enter and where they leave."""
         strategy = self.strategy(grid)
         boundaries = strategy.boundary_rows(grid.rows("spatial"))
+        if not self.plan.temporal:
+            boundaries = boundaries[:1]  # tokens leave as they enter
 
         def held_by(rank: int) -> list[Any]:
             return [rows.take(*strategy.row_ranges(rows)[rank]) for rows in boundaries]
@@ -204,7 +206,7 @@ class SequenceParallel:
             if self.plan.names_hook_points:
                 width, heads = self.model.config.hidden_size, self.model.config.num_heads
                 element_size = next(self.model.parameters()).element_size()
-            shape = BatchShape.of_grid(grid, width, heads)
+            shape = BatchShape.of_grid(grid, width, heads, alternates=bool(self.plan.temporal))
             options = replace(self.options, spans_nodes=self.mesh.spans_nodes)
             chosen = strategy_for(shape, options, self.mesh.sp_size)
             if issubclass(chosen, SplitAttention) and not self.plan.names_hook_points:

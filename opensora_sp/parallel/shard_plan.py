@@ -163,6 +163,8 @@ def plan_of(model: nn.Module) -> ShardPlan:
             "ShardPlan(...)), see docs/custom_model.md"
         )
     points: dict[str, Any] = {name: (pattern,) for name, pattern in named.items()}
+    if named["temporal"] is None:
+        points["temporal"] = ()  # a model of spatial blocks alone
     (enter,), (leave,) = points.pop("shard"), points.pop("gather")
     return ShardPlan(tokens=ROWS, enter=enter, leave=leave, **points)
 

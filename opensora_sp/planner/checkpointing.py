@@ -95,8 +95,8 @@ def offloaded_bytes(
         nbytes = tokens * shape.width * element_size
         return sum(page_sizes(nbytes)) if pinned else nbytes
 
-    spatial, temporal = strategy_for(shape, options, ranks).token_layouts(shape)
-    held = zip(shape.entries(spatial, ranks), shape.entries(temporal, ranks), strict=True)
+    layouts = shape.of_blocks(strategy_for(shape, options, ranks).token_layouts(shape))
+    held = zip(*(shape.entries(layout, ranks) for layout in layouts), strict=True)
     of_pair = max(sum(map(of_input, pair)) for pair in held)
     return of_pair * shape.depth * levels.count(OFFLOADED) // len(levels)
 

@@ -49,6 +49,8 @@ PASSES = {
 # Single frames have no temporal attention: this share of operators and activations is left, and no
 # queries and keys are projected, 4 C^2 of a token.
 OF_IMAGES = 0.78
+# Of a pair of blocks without the temporal one.
+OF_SPATIAL_BLOCKS = 0.5
 # Of an exchange of tokens: packed by the sender and placed by the receiver.
 EXCHANGE_ACTIVATIONS, EXCHANGE_OPERATORS = 4, 3
 
@@ -129,14 +131,16 @@ class _Pass:
         self.strategy: type[Strategy] = strategy_for(shape, options, ranks)
 
         # Blocks wait for the exchange before them, so each takes as long as on its busiest rank.
-        layouts = self.strategy.token_layouts(shape)
-        self.tokens = sum(max(shape.entries(layout, ranks)) for layout in layouts) / 2
+        layouts = shape.of_blocks(self.strategy.token_layouts(shape))
+        self.tokens = sum(max(shape.entries(layout, ranks)) for layout in layouts) / len(layouts)
 
     def compute(self, counts: PassCounts, *, backward: bool = False) -> float:
         """Seconds of the operators of a forward pass, or of a backward pass."""
         seconds = self._products(backward) / self.rates.flops
 
         shape, share = self.shape, OF_IMAGES if self.are_images else 1.0
+        if not shape.alternates:
+            share = OF_SPATIAL_BLOCKS
         activations = share * shape.depth * counts.activations * self.tokens
         seconds += self.rates.elementwise(activations, shape.width, self.element_size)
         seconds += shape.depth * self._self_attention(backward) + self._cross_attention(backward)
@@ -148,7 +152,8 @@ class _Pass:
     def are_images(self) -> bool:
         """Whether each temporal row is a single token, which gets its own value."""
         shape = self.shape
-        return shape.frames == 1 and shape.windows is None and not shape.full
+        is_frame = shape.frames == 1 and shape.windows is None and not shape.full
+        return is_frame and shape.alternates
 
     def exchanges(self) -> float:
         """Seconds of the exchanges of one pass; 0 on one rank."""
@@ -188,7 +193,7 @@ class _Pass:
 
         layouts = self.strategy.attention_layouts(self.shape)
         parts = list(zip(layouts, (spatial, temporal), strict=True))
-        if self.are_images:
+        if self.are_images or not self.shape.alternates:
             del parts[1]
         return sum(self._attention(layout, rows, backward) for layout, rows in parts)
 

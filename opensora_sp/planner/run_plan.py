@@ -215,6 +215,7 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int, *, brief: bool) 
     shape, latents = run.shape(bucket), run.latents(bucket)
     on_ranks = run.options_on(ranks)
     sharing = sharing_of(shape, on_ranks, ranks)
+    switches = shape.alternates and not sharing.moves
     memory = run.memory(latents, ranks, brief=brief)
 
     compared: dict[str, Traffic] = {}
@@ -237,7 +238,7 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int, *, brief: bool) 
             "total": shape.tokens,
         },
         sharing=sharing,
-        tokens_changing_rank=0 if sharing.moves else tokens_changing_rank(shape, ranks),
+        tokens_changing_rank=tokens_changing_rank(shape, ranks) if switches else 0,
         traffic=run.traffic(shape, on_ranks, ranks, recomputes=memory.recomputes),
         compared=compared,
         memory=memory,

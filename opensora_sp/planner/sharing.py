@@ -45,7 +45,8 @@ class Sharing:
 def sharing_of(shape: BatchShape, options: Options, ranks: int) -> Sharing:
     """How ``ranks`` share a batch."""
     strategy = strategy_for(shape, options, ranks)
-    tokens, attention = strategy.token_layouts(shape), strategy.attention_layouts(shape)
+    tokens = shape.of_blocks(strategy.token_layouts(shape))
+    attention = shape.of_blocks(strategy.attention_layouts(shape))
     layouts = [one for one in dict.fromkeys((*attention, *tokens)) if one != REPLICATED]
     units = {unit_name(layout): shape.units(layout, ranks) for layout in layouts}
 
@@ -56,7 +57,7 @@ def sharing_of(shape: BatchShape, options: Options, ranks: int) -> Sharing:
         why=strategy.reason(shape, options, ranks),
         moves=strategy.moves,
         units=units,
-        tokens=shape.entries(tokens.temporal, ranks),
+        tokens=shape.entries(tokens[-1], ranks),
         work=[one / mean for one in work],
         imbalance=max(work) / mean - 1,
         idle=[_idle(what, sizes) for what, sizes in units.items() if min(sizes) == 0],
@@ -76,7 +77,7 @@ def attention_work(shape: BatchShape) -> float:
 def _work(shape: BatchShape, strategy: type[Strategy], ranks: int) -> list[float]:
     """FLOPs of a spatial and a temporal block on each rank."""
     work = _attention(shape, strategy.attention_layouts(shape), ranks)
-    for layout in strategy.token_layouts(shape):
+    for layout in shape.of_blocks(strategy.token_layouts(shape)):
         held = shape.entries(layout, ranks)
         work = [one + block_flops(n, shape.width) for one, n in zip(work, held, strict=True)]
     return work
@@ -91,9 +92,9 @@ def _attention(shape: BatchShape, layouts: BlockLayouts, ranks: int) -> list[flo
     elif shape.windows is not None:
         temporal = [size * T for size in shape.windows.sizes]
 
-    of_spatial = _attention_in(shape, layouts.spatial, spatial, ranks)
-    of_temporal = _attention_in(shape, layouts.temporal, temporal, ranks)
-    return [a + b for a, b in zip(of_spatial, of_temporal, strict=True)]
+    lengths = zip(layouts, (spatial, temporal), strict=True)
+    work = [_attention_in(shape, *one, ranks) for one in shape.of_blocks([*lengths])]
+    return [sum(of_rank) for of_rank in zip(*work, strict=True)]
 
 
 def _attention_in(shape: BatchShape, layout: str, lengths: list[int], ranks: int) -> list[float]:

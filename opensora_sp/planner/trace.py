@@ -87,9 +87,9 @@ def trace_activations(
             at_segments.clear()
         peak, inputs = _passed(model, latents, ranks, training, live, num_frames)
 
-    # Between the temporal parts of two pairs: all that a forward pass makes once exists before the
+    # Between the last parts of two pairs: all that a forward pass makes once exists before the
     # first.
-    pair = at_segments[3] - at_segments[1]
+    pair = at_segments[-1] - at_segments[-1 - len(at_segments) // DEPTH]
 
     # cuBLAS keeps its workspaces after the pass: they exist in the optimizer step as well.
     workspaces = CUBLAS_WORKSPACE * (1 + training) if device == "cuda" else 0

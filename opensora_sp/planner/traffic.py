@@ -63,7 +63,7 @@ def output_gather(
     shape: BatchShape, strategy: type[Strategy], ranks: int, token_bytes: int
 ) -> list[int]:
     """Bytes each rank sends to give all others the output of its tokens, as sampling does."""
-    held = shape.entries(strategy.token_layouts(shape).temporal, ranks)
+    held = shape.entries(shape.of_blocks(strategy.token_layouts(shape))[-1], ranks)
     return [tokens * (ranks - 1) * token_bytes for tokens in held]
 
 

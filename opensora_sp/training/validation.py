@@ -29,6 +29,7 @@ from opensora_sp.config.sections import Validation
 from opensora_sp.data import VideoTextDataset
 from opensora_sp.evaluation.heldout import HeldoutLoss, none_readable
 from opensora_sp.features.build import make_encoders
+from opensora_sp.features.degraded import DegradedClips
 from opensora_sp.features.sources import Encoders, Source
 from opensora_sp.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
@@ -97,6 +98,8 @@ def encoders_of_validation(
     """Those of training, or loaded where it reads a feature cache; None without validation."""
     if cfg.validation is None:
         return None
+    if isinstance(source, DegradedClips):
+        return source.plain
     return source if isinstance(source, Encoders) else make_encoders(cfg, device)
 
 

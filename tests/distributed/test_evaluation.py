@@ -140,6 +140,16 @@ def test_clips_are_measured_in_every_bucket_that_they_fit(tmp_path: Path) -> Non
         assert list(bucket.clips.values()) == ([] if is_image else [[0]])
 
 
+def test_a_config_need_not_name_clips(tmp_path: Path) -> None:
+    """As that of the evaluation script of Open-Sora 1.3 does not."""
+    settings = write_bucketed(tmp_path, "1000,2000,2000")
+    settings = replace(settings, overrides=("dataset.manifest=None",))
+    cfg, _, dataset, _ = preflight(settings)
+    assert cfg.dataset.manifest == settings.manifest and len(dataset) == 1
+    with pytest.raises(ValueError, match="with manifest None and path None"):
+        load_train_config(str(settings.config), list(settings.overrides))
+
+
 def test_buckets_without_a_batch_size_are_measured_too(tmp_path: Path) -> None:
     settings = write_bucketed(tmp_path, "1000,2000,2000")
     # One chosen at the start, one of which training keeps nothing, one that is set.

@@ -280,6 +280,11 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         with pytest.raises(ValueError, match=message):
             check_reproducible(load_train_config(folder / "mixed.py", [option]))
 
+    noise = ["noise_augmentation=True", "noise_prob.gaussian_pixel=0.5"]
+    noise += ["noise_strength.gaussian_pixel=0.4"]
+    with pytest.raises(ValueError, match="got noise_augmentation for a feature cache"):
+        check_reproducible(load_train_config(folder / "mixed.py", [*KEPT, *noise]))
+
     with pytest.raises(ValueError, match="'CachedFeatures' to make a feature cache of"):
         check_reproducible(
             load_train_config(

@@ -23,6 +23,9 @@ from open_sora_configs import (
     V1_1,
     V1_2,
     V1_3,
+    V1_3_ADAPT,
+    V1_3_EVAL,
+    V1_3_NOISE,
 )
 from ranks import run_ranks
 from runs import ROOT, write_toy_set
@@ -101,6 +104,35 @@ def test_configs_of_1_3_load(tmp_path: Path) -> None:
     assert (sampling.num_frames, sampling.size) == (113, (360, 640))
 
 
+def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
+    """Images with more latent channels; degraded clips; the evaluation script's."""
+    write(tmp_path, adapt=V1_3_ADAPT, noise=V1_3_NOISE, evaluation=V1_3_EVAL)
+    adapt = load_train_config(tmp_path / "adapt.py", ["dataset.manifest=x.csv"])
+    assert adapt.convert == ("temporal_blocks", "in_channels") and adapt.model["skip_temporal"]
+    assert adapt.model["in_channels"] == 16 and adapt.model["use_cond"]
+    assert adapt.warmup_steps == 0 and adapt.model_spec.config.num_blocks == 28
+
+    noise = load_train_config(tmp_path / "noise.py", ["dataset.manifest=x.csv"])
+    assert noise.noise_augmentation and noise.noise_prob is not None
+    assert noise.noise_prob["gaussian_pixel"] == 0.5 and noise.noise_strength is not None
+    for option, message in {
+        "noise_prob=None": "got noise_augmentation with noise_prob None",
+        "noise_prob.blur=1": "got noise_prob['blur'] = 1.0; expected a probability",
+        "noise_prob.gaussian_feature=0.1": "noise_strength['gaussian_feature'] = None",
+        "noise_strength.downsample_spatial=[3]": "expected a list of ratios, some of [1, 2, 4, 8]",
+        "noise_strength.gaussian_pixel=2": "expected the largest share of noise, from 0 to 1",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load_train_config(tmp_path / "noise.py", ["dataset.manifest=x.csv", option])
+    with pytest.raises(ValueError, match="noise_augmentation with dataset.type 'CachedFeatures'"):
+        cached = ["dataset.type=CachedFeatures", "dataset.path=cache"]
+        load_train_config(tmp_path / "noise.py", cached)
+
+    evaluation = load_train_config(tmp_path / "evaluation.py", manifest="held.csv")
+    assert evaluation.bucket_config == {"360p": {113: (1.0, 6)}}
+    assert evaluation.dataset.manifest == "held.csv" and evaluation.epochs == 1000
+
+
 BAD_1_3 = {
     "cond_type=v2v_loop": "Input should be 'i2v_head', 'i2v_tail', 'i2v_loop' or 'v2v_head'",
     "batch_size=2": "with model.use_cond True, scheduler 'rflow' and batch_size 2; expected a",
@@ -152,18 +184,6 @@ def test_a_config_for_another_model_is_refused_for_that_reason_alone(
         findings[0],
     )
     assert findings[0].endswith(f"other.py:{line}]")
-
-
-def test_buckets_without_a_probability_are_refused(tmp_path: Path) -> None:
-    """As configs for evaluating the loss have them, which keep every clip."""
-    without = V1_2.replace("1: (1.0, 475)", "1: (None, 100)")
-    assert without != V1_2
-    write(tmp_path, v12=without)
-    with pytest.raises(
-        ValueError,
-        match=r"got bucket_config\['144p'\]\[1\] = \(None, 100\); expected probabilities",
-    ):
-        load_train_config(tmp_path / "v12.py", ["dataset.manifest=x.csv"])
 
 
 def test_what_the_readmes_say_of_configs_that_load(tmp_path: Path) -> None:
@@ -253,9 +273,11 @@ def test_keys_that_are_kept_are_known(tmp_path: Path) -> None:
     from opensora_sp.config import InferenceConfig, TrainConfig
     from opensora_sp.config.files import read_config
 
-    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, sample=SAMPLING, i2v=SAMPLING_1_3)
+    configs = dict(v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, sample=SAMPLING, i2v=SAMPLING_1_3)
+    configs |= dict(adapt=V1_3_ADAPT, evaluation=V1_3_EVAL)
+    write(tmp_path, **configs)
     known = {*KEPT, *(rule.old for rule in RULES)}
-    for name in ("v10", "v11", "v12", "v13", "sample", "i2v"):
+    for name in configs:
         for key, value in read_config(tmp_path / f"{name}.py").values.items():
             inner = value if key in ("dataset", "model", "vae", "text_encoder", "scheduler") else {}
             assert {key, *(f"{key}.{part}" for part in inner)} <= known, (name, key)
@@ -304,7 +326,7 @@ def train_them(folder: Path) -> dict[str, Any]:
     launch(0)
     trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
     found: dict[str, Any] = {}
-    for name in ("v10", "v11", "v12", "v13", "v10_again"):
+    for name in ("v10", "v11", "v12", "v13", "adapt", "noise", "v10_again"):
         path = folder / ("v10_dump.py" if name == "v10_again" else f"{name}.py")
         dumped = [f"outputs={folder / name}"]
         own = [
@@ -318,7 +340,8 @@ def train_them(folder: Path) -> dict[str, Any]:
             else [*BUCKETED]
         )
         # Two micro-batches are a step.
-        own += [*WINDOWED, "epochs=2"] if name == "v13" else []
+        own += [*WINDOWED, "epochs=2"] if name in ("v13", "noise") else []
+        own += [f"load={folder / 'v12' / 'step_00000002'}", *IMAGES] if name == "adapt" else []
         cfg = load_train_config(path, dumped if name == "v10_again" else [*dumped, *own])
         if name == "v10" and dist.get_rank() == 0:
             (folder / "v10_dump.py").write_text(dump_config(cfg))
@@ -354,8 +377,16 @@ BUCKETED = [
 WINDOWED = ["model.hidden_size=36", "model.kernel_size=(2, 2, -1)"]
 
 
+# Four times the channels of the weights that are loaded.
+IMAGES = [
+    "bucket_config={'144p': {1: (1.0, 1)}}",
+    "vae=dict(type='PatchDCTVAE', pool=(1, 16, 16), coefficients=2)",
+    "model.in_channels=12",
+]
+
+
 def test_they_train(tmp_path: Path) -> None:
-    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3)
+    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, adapt=V1_3_ADAPT, noise=V1_3_NOISE)
     manifest = write_toy_set(tmp_path, 4)
     rows = [
         one._replace(path=Path(one.path.name), num_frames=6, height=180, width=320)
@@ -371,6 +402,9 @@ def test_they_train(tmp_path: Path) -> None:
     assert frozen["v12"] - frozen["v11"] == {"y_embedder"} and "y_embedder" not in frozen["v10"]
     assert frozen["v13"] - frozen["v11"] == {"y_embedder"}
     assert all("final_layer.linear.weight" in changed for *_, changed in found.values())
+
+    assert not any(key.startswith("temporal_blocks") for key in found["adapt"][2])
+    assert "x_embedder.proj.weight" in found["adapt"][2]
 
     # Every step of 1.3 passes conditioning frames or zeros, so the second one changes these.
     embedders = {f"x_embedder_cond{part}.proj.bias" for part in ("", "_mask")}

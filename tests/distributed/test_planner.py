@@ -55,6 +55,7 @@ TINY = dict(
     mlp_ratio=2.0,
 )
 FAST_LINKS = CostModel(flops=400e12, bandwidth=80e12, latency=5.9e-6)
+IMAGES = dict(skip_temporal=True)
 WINDOWS = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, num_heads=2)
 # (B, T, side of the latent), options (of the model in "model"), ranks, dtype, checkpointing
 STEPS = [
@@ -91,6 +92,11 @@ STEPS = [
     ((1, 128, 4), dict(model=WINDOWS), 4, torch.float32, True),  # one window
     ((1, 2, 4), dict(model=WINDOWS), 4, torch.float32, True),  # and two frames
     ((1, 5, 6), dict(model=dict(full_attention=True)), 4, torch.float32, True),
+    ((1, 5, 6), dict(model=IMAGES), 4, torch.float32, True),  # nothing is sent
+    ((1, 1, 6), dict(model=IMAGES), 4, torch.float32, True),
+    ((1, 5, 6), dict(model=IMAGES, placement="branch"), 4, torch.float32, True),
+    ((1, 5, 6), dict(model=IMAGES, strategy="ulysses"), 4, torch.float32, True),
+    ((1, 5, 6), dict(model=IMAGES, strategy="split_gather"), 2, torch.float32, True),
 ]
 
 
@@ -130,8 +136,7 @@ def test_bytes_are_those_that_the_counter_counts() -> None:
     for i, ((B, T, side), options_of_case, ranks, dtype, checkpointing) in enumerate(STEPS):
         config, how = of_model(options_of_case)
         options = Options(**how)
-        grid = resolve_config("STDiT3", **config).grid(B, (T, side, side))
-        shape = BatchShape.of_grid(grid, width=24, heads=config["num_heads"], depth=2)
+        shape = BatchShape.of(resolve_config("STDiT3", **config), B, (T, side, side))
         strategy = strategy_for(shape, options, ranks)
         strategies.add(strategy)
         planned = traffic(

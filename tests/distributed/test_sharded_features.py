@@ -41,6 +41,7 @@ from opensora_sp.encoders import (
 from opensora_sp.encoders.open_sora_vae_v13 import build_network
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.features.degraded import DegradedClips
 from opensora_sp.features.exchange import distribute_pieces
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.features.sources import Encoders
@@ -139,7 +140,8 @@ class Drawn:
         video = torch.randint(256, (3, *sample.shape), generator=rng, dtype=torch.uint8)
         first, stop = sample.frames
         self.frames += stop - first
-        return Clip(video[:, first:stop], self.rows[sample.clip].text, 8.0 + sample.clip)
+        key = sample.epoch, sample.clip
+        return Clip(video[:, first:stop], self.rows[sample.clip].text, 8.0 + sample.clip, key=key)
 
 
 class ChunkVAE(PatchPoolVAE):
@@ -236,9 +238,12 @@ def gradients(
 
 
 def encode_clips(
-    mesh: Any, model: Any, ids: list[int], encoder: str, shape: ClipShape
+    mesh: Any, model: Any, ids: list[int], encoder: str, shape: ClipShape, **degraded: Any
 ) -> tuple[Any, Counting, Drawn]:
-    """Features of one micro-batch, with what this rank encoded and read for them."""
+    """Features of one micro-batch, with what this rank encoded and read for them.
+
+    ``degraded``: arguments of ``DegradedClips``.
+    """
     plan = MicroBatchPlan(
         num_samples=9, batch_size=len(ids), micro_batches_per_step=1, seed=0, shape=shape
     )
@@ -246,7 +251,8 @@ def encode_clips(
     dataset, source = Drawn(), Counting(encoder)
     corrupt = CorruptSamples(dataset.rows, mesh, 1.0)
 
-    clips = ShardedEncoder(mesh, model, dataset, plan, source, corrupt, CPU)
+    made = DegradedClips(source, **degraded) if degraded else source
+    clips = ShardedEncoder(mesh, model, dataset, plan, made, corrupt, CPU)
     items = [dataset[sample] for sample in clips.samples(micro_batch)]
     used, features = clips.encode(micro_batch, items)
     assert used == micro_batch and corrupt.read == len(ids)
@@ -326,6 +332,46 @@ CASES += [
 ]
 CASES += [("STDiT3", "chunks", [4, 1, 0], dict(placement="branch"), SHAPE)]
 WORLDS = [2, 3, 4]
+
+
+DEGRADED = dict(
+    seed=3,
+    prob={"gaussian_pixel": 0.7, "downsample_temporal": 0.7},
+    strength={"gaussian_pixel": 0.4, "downsample_temporal": [2, 4]},
+)
+
+
+def share_degraded() -> None:
+    mesh, (kind, more) = SequenceMesh(dist.get_world_size()), MODELS["STDiT3"]
+    cfg = SimpleNamespace(
+        seed=3,
+        scheduler={"type": "rflow"},
+        mask_ratios={"random": 0.7},
+        mask_types=None,
+        model_spec=ModelSpec.parse({"type": kind, **MODEL, **more}),
+    )
+    for ids in ([4], [3, 0, 8]):
+        model = make_model("STDiT3")
+        one = SequenceMesh.imagined(1, 0)
+        alone, *_ = encode_clips(one, model, ids, "frames", SHAPE, **DEGRADED)
+        degraded, true = alone.latents.chunk(2, dim=1)
+        assert not torch.equal(degraded, true)
+        wanted = gradients(model, cfg, ids, alone, 1, False)
+
+        parallelize(model, mesh)
+        features, *_ = encode_clips(mesh, model, ids, "frames", SHAPE, **DEGRADED)
+        here = ~features.latents.isnan()
+        assert not here.all() and torch.equal(features.latents[here], alone.latents[here])
+        found = gradients(model, cfg, ids, features, mesh.sp_size, True)
+        assert_mean_gradients_equal(found, wanted, mesh.sp_size)
+
+
+def share_degraded_in_worlds() -> None:
+    in_worlds(share_degraded, [(world, ()) for world in (2, 3)])
+
+
+def test_degraded_clips_are_those_of_one_process() -> None:
+    run_ranks(3, share_degraded_in_worlds)
 
 
 def share_all() -> list:

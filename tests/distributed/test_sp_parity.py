@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
+EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
 SIZES_AND_PATCHES = [
     ((1, 5, 7, 9), (1, 2, 2)),
     ((2, 5, 5, 7), (2, 2, 2)),
@@ -53,6 +55,43 @@ CASES = [
     replace(PLAIN[2], drop_path=True, output="shards"),
     replace(PLAIN[3], drop_caption=True, mask=True),
 ]
+
+
+@dataclass(frozen=True)
+class ImageCase(Case):
+    """Of a model without temporal blocks."""
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | dict(skip_temporal=True, use_cond=True)
+
+
+IMAGES = [
+    ImageCase((1, 5, 7, 9), checkpoint=True),
+    ImageCase((1, 1, 4, 3)),
+    ImageCase((3, 5, 6, 5), output="full", **EVERYTHING),
+    ImageCase((2, 5, 5, 7), patch=(2, 2, 2), checkpoint=True, **EVERYTHING),
+]
+OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather"), dict(placement="branch")]
+
+
+def compare_images_on_ranks() -> None:
+    mesh = SequenceMesh(sp_size=dist.get_world_size())
+    free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
+    for case in IMAGES:
+        counter = assert_one_process_result(case, mesh, cost_model=free_links)
+        assert not counter.calls["switch", "forward"], counter.calls
+        by_heads = case.patches[0] * case.size[0] < mesh.sp_size
+        assert counter.calls["heads", "forward"] == (2 * DEPTH if by_heads else 0)
+
+    # Nothing overlaps: there is no switch to send ahead.
+    assert_one_process_result(IMAGES[0], mesh, overlap_chunks=2, overlap_backward=True)
+    for options in OTHER_WAYS:
+        assert_one_process_result(IMAGES[2], mesh, **options)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_without_temporal_blocks_tokens_stay_where_they_are(num_ranks: int) -> None:
+    run_ranks(num_ranks, compare_images_on_ranks)
 
 
 def compare_on_ranks(cases: list[Case]) -> None:

@@ -20,6 +20,7 @@ from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import (
+    check_model_config,
     find_weights,
     fitted,
     from_pretrained,
@@ -620,6 +621,65 @@ def test_position_tables_of_another_size(tmp_path: Path, caplog: pytest.LogCaptu
         tmp_path / "bare.pth", convert=["pos_embed"], allow_pickle=True, **TABLE
     )
     assert same(bare.state_dict(), model.state_dict())
+
+
+def test_more_latent_channels(tmp_path: Path) -> None:
+    """Each group of channels is predicted as the one before, from four equal groups."""
+    model = drawn("STDiT3", **SMALL)
+    save_pretrained(model, tmp_path / "hf")
+    wider = dict(in_channels=12, use_cond=True)
+    message = refused("x_embedder.proj.weight", from_pretrained, tmp_path / "hf", **wider)
+    assert "convert=['in_channels']" in message
+
+    other = from_pretrained(tmp_path / "hf", **wider, convert=["in_channels"])
+    state = other.state_dict()
+    assert torch.equal(state["x_embedder.proj.weight"][:, 3:6], model.x_embedder.proj.weight / 4)
+    assert not state["x_embedder_cond.proj.weight"].any()
+
+    given = inputs(model)
+    alone = model(**given)  # velocity and variance
+    given["x"] = given["x"].repeat(1, 4, 1, 1, 1)
+    parts = [part.repeat(1, 4, 1, 1, 1) for part in alone.chunk(2, dim=1)]
+    torch.testing.assert_close(other(**given), torch.cat(parts, dim=1))
+
+    save_pretrained(other, tmp_path / "wide")
+    # It cannot be halved or divided into groups that are no whole number.
+    for channels in (6, 16):
+        wrong = dict(in_channels=channels, convert=["in_channels"])
+        refused("another model", from_pretrained, tmp_path / "wide", **wrong)
+
+
+def test_temporal_blocks_come_and_go(tmp_path: Path) -> None:
+    """New ones contribute nothing at first: the model of images computes the same."""
+    images = drawn("STDiT3", **SMALL, skip_temporal=True)
+    assert not any(name.startswith("temporal") for name in images.state_dict())
+    save_pretrained(images, tmp_path / "images")
+    message = refused(
+        "temporal_blocks.*", from_pretrained, tmp_path / "images", skip_temporal=False
+    )
+    assert "convert=['temporal_blocks']" in message
+
+    windows = dict(kernel_size=(2, 2, -1), skip_temporal=False)
+    wide = drawn("STDiT3", **{**SMALL, "hidden_size": 36}, skip_temporal=True)
+    save_pretrained(wide, tmp_path / "wide")
+    for options in (windows, dict(skip_temporal=False)):
+        videos = from_pretrained(tmp_path / "wide", **options, convert=["temporal_blocks"])
+        assert len(videos.temporal_blocks) == 2 and videos.temporal_blocks[0].attn.qkv.weight.any()
+        given = inputs(wide)
+        torch.testing.assert_close(videos(**given), wide(**given))
+
+    save_pretrained(videos, tmp_path / "videos")
+    options = dict(skip_temporal=True)
+    refused("unexpected temporal_blocks.*", from_pretrained, tmp_path / "videos", **options)
+    without = from_pretrained(tmp_path / "videos", **options, convert=["temporal_blocks"])
+    assert same(without.state_dict(), wide.state_dict())
+    with pytest.raises(ValueError, match=r"skip_temporal is .* convert=\['temporal_blocks'\]"):
+        check_model_config(tmp_path / "wide", "STDiT3", videos.config)
+
+    # A run that trains adapters, or samples, initializes nothing.
+    weights = open_weights(tmp_path / "wide")
+    with pytest.raises(ValueError, match="missing temporal_blocks"):
+        fitted(weights, videos, convert=["temporal_blocks"])
 
 
 def test_conversions_are_named(

@@ -19,7 +19,8 @@ KEPT = (
     "scheduler.use_discrete_timesteps", "scheduler.sample_method", "cond_type", "mask_types",
     "model.use_spatial_rope", "model.class_dropout_prob", "vae.z_channels",
     "vae.micro_batch_size_2d", "vae.use_tiled_conv3d", "vae.tile_size", "vae.normalization",
-    "vae.temporal_overlap", "scheduler.scale_image_weight", "scheduler.initial_image_scale",
+    "vae.temporal_overlap", "noise_augmentation", "noise_prob", "noise_strength",
+    "scheduler.scale_image_weight", "scheduler.initial_image_scale",
     "scheduler.use_oscillation_guidance", "scheduler.use_flaw_fix", "scheduler.drop_condition",
 )  # fmt: skip
 """Keys of public configs that have the same meaning here."""
@@ -211,6 +212,62 @@ warmup_steps = 1000
 use_cosine_scheduler = False
 accumulation_steps = 2
 """
+V1_3_ADAPT = f"""
+dataset = dict(type="VariableVideoTextDataset", transform_name="resize_crop")
+bucket_config = {{"360p": {{1: (1.0, 8)}}, "1080p": {{1: (0.5, 1)}}}}
+warmup = 1000
+num_workers = 8
+dtype = "bf16"
+plugin = "zero2"
+sp_size = 2
+model = dict(
+    type="STDiT3-XL/2",
+    from_pretrained=None,
+    qk_norm=True,
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    adapt_16ch=True,
+    skip_temporal=True,
+)
+{VAE_1_3}
+text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300, shardformer=True)
+scheduler = dict(type="rflow", use_timestep_transform=True, sample_method="logit-normal")
+epochs = 1
+load = None
+lr = 1e-4
+ema_decay = 0.99
+"""
+V1_3_NOISE = (
+    V1_3
+    + """
+noise_augmentation = True
+noise_prob = {"gaussian_pixel": 0.5, "downsample_spatial": 0.2, "downsample_temporal": 0.2}
+noise_strength = {
+    "gaussian_pixel": 0.4,
+    "downsample_spatial": [2, 4, 4, 8],
+    "downsample_temporal": [2, 4, 8],
+}
+"""
+)
+V1_3_EVAL = f"""
+num_workers = 8
+dtype = "bf16"
+seed = 42
+num_eval_timesteps = 10
+dataset = dict(type="VariableVideoTextDataset", transform_name="resize_crop")
+bucket_config = {{"360p": {{113: (None, 6)}}}}
+model = dict(
+    type="STDiT3-XL/2",
+    from_pretrained=None,
+    qk_norm=True,
+    enable_flash_attn=True,
+    kernel_size=(8, 8, -1),
+    use_spatial_rope=True,
+)
+{VAE_1_3}
+text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300)
+scheduler = dict(type="rflow")
+"""
 SAMPLING_1_3 = f"""
 num_frames = 113
 resolution = "360p"
@@ -346,10 +403,20 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     ],
     "num_bucket_build_workers": [(16, {}, {})],
     "prefetch_factor": [(2, {}, {})],
-    "noise_augmentation": [(False, {}, {}), (True, {}, "clips are trained on as they are")],
-    "noise_prob": [({"gaussian_pixel": 0.5}, {}, {})],
-    "noise_strength": [({"gaussian_pixel": 0.4}, {}, {})],
-    "num_eval_timesteps": [(10, {}, "opensora-sp eval")],
+    "bucket_config": [
+        (
+            {"360p": {113: (None, 6)}},
+            {"dtype": "bf16"},
+            {"bucket_config": {"360p": {113: (1.0, 6)}}, "epochs": 1000},
+        ),
+        (
+            {"360p": {113: (None, 6)}},
+            {},
+            {"bucket_config": {"360p": {113: (None, 6)}}, "epochs": None},
+        ),
+        ({"360p": {1: (0.5, 6)}}, {"lr": 1.0, "epochs": 2}, {"epochs": 2}),
+    ],
+    "num_eval_timesteps": [(10, {}, {})],
     "load_text_features": [(False, {}, {}), (True, {}, "captions are encoded")],
     "mask_ratios": [
         ([0.6, 0.1, 0.1, 0.1, 0.1], {}, {"mask_ratios.quarter_random": 0.1}),
@@ -407,8 +474,16 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
     "model.enable_sequence_parallelism": [(True, {}, {})],
     "model.use_x_mask": [(True, {}, {})],
     "model.no_temporal_pos_emb": [(False, {}, {}), (True, {}, "temporal position embeddings")],
-    "model.skip_temporal": [(False, {}, {}), (True, {}, "temporal attention")],
-    "model.adapt_16ch": [(False, {}, {}), (True, {}, "load weights for 16")],
+    "model.skip_temporal": [
+        (False, {}, {"model.skip_temporal": None}),
+        (True, {"lr": 1.0}, {"model.skip_temporal": True, "convert": ("temporal_blocks",)}),
+        (True, {}, {"model.skip_temporal": True, "convert": None}),
+    ],
+    "model.adapt_16ch": [
+        (False, {}, {"convert": None}),
+        (True, {}, {"convert": ("in_channels",)}),
+        (True, {"convert": ("pred_sigma",)}, {"convert": ("pred_sigma", "in_channels")}),
+    ],
     "model.force_huggingface": [(True, {}, {})],
     "model.freeze_y_embedder": [
         (True, {}, {"freeze": ("y_embedder.*",)}),

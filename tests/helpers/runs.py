@@ -123,9 +123,10 @@ def batch_of(cfg: Any, model_config: Any, features: Any, number: int, ids: Any) 
     from opensora_sp.features.batch import BatchMaker
     from opensora_sp.features.draws import DrawConfig
 
-    *size, channels = features.positions.shape[1:]
+    *size, _ = features.positions.shape[1:]
     micro_batch = MicroBatch(number, 0, features.shape, tuple(ids), 1.0)
-    draws = DrawConfig.of_training(cfg, model_config, channels).draw_micro_batch(micro_batch, size)
+    rules = DrawConfig.of_training(cfg, model_config, model_config.in_channels)
+    draws = rules.draw_micro_batch(micro_batch, size)
     return BatchMaker(cfg, features.positions.device).make(features, draws)
 
 

@@ -34,7 +34,7 @@ class SplitAttention(OneLayout):
         tokens, attention = cls.token_layouts(shape), cls.attention_layouts(shape)
 
         found: list[Exchange] = []
-        for held, attended in zip(tokens, attention, strict=True):
+        for held, attended in shape.of_blocks([*zip(tokens, attention, strict=True)]):
             if has_heads(attended):
                 found.append(AllToAll(shape.depth, f"{held} h", attended, 3 * head))  # q, k, v
                 found.append(AllToAll(shape.depth, attended, f"{held} h", head))

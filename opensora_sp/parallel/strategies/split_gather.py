@@ -37,7 +37,8 @@ class SplitGather(OneLayout):
     @classmethod
     def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[Exchange]:
         held = cls.rows_layout("temporal", shape)
-        return [AllGather(2 * shape.depth, held, shape.width * element_size)]
+        blocks = 2 * shape.depth if shape.alternates else shape.depth
+        return [AllGather(blocks, held, shape.width * element_size)]
 
     def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         everything, frames = rows.take(0, rows.total).transpose(self._all(x, rows))  # [B * T, S, C]

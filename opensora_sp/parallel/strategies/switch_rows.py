@@ -40,6 +40,10 @@ class SwitchRows(Strategy):
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
+        if shape.num_frames >= ranks and not shape.alternates:
+            return (
+                f"B*T={shape.num_frames} frames are enough for {ranks} ranks: each holds whole rows"
+            )
         if shape.num_frames >= ranks:
             return (
                 f"B*T={shape.num_frames} frames are enough for {ranks} ranks: each holds whole "
@@ -49,6 +53,8 @@ class SwitchRows(Strategy):
 
     @classmethod
     def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[Exchange]:
+        if not shape.alternates:
+            return []
         spatial, temporal = cls.token_layouts(shape)
         token = shape.width * element_size
         return [
