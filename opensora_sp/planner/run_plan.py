@@ -29,11 +29,12 @@ from .traffic import Traffic, tokens_changing_rank
 class BatchEstimate:
     """The estimate of one bucket on ``ranks`` that share its batches.
 
-    ``micro_batches`` of a rank are in a step, if all of it are such batches. ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
-    strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
-    ``time`` is predicted for training in 16 bits on a GPU that was named, ``attention`` are the
-    kernels on that GPU. ``sampling`` is the memory with the encoders. Among several
-    buckets there is neither a comparison nor advice.
+    A step has ``micro_batches`` of a rank, if all of them are of this bucket. ``traffic`` is per
+    rank and micro-batch (sampling: per call of the model); ``compared`` is by strategy.
+    ``tokens_changing_rank`` counts those that one switch between the layouts moves. ``time`` is
+    predicted for training in 16 bits on a GPU that was named, ``attention`` are the kernels on that
+    GPU. ``sampling`` is the memory with the encoders. Among several buckets there is neither a
+    comparison nor advice.
     """
 
     bucket: BatchSpec
