@@ -40,6 +40,7 @@ from opensora_sp.data import (
     to_frames,
     toy_clip,
 )
+from opensora_sp.data.toy import toy_captions
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.encoders import LatentEncoder
 from opensora_sp.json_reader import read_json
@@ -229,7 +230,18 @@ def check_decoded(vae: LatentEncoder, clips: Sequence[ToyClip], cfg: InferenceCo
 
 
 def held_out_clips(number: int) -> list[ToyClip]:
-    """Clips with different captions, none of which training sets have."""
+    """Clips with different captions, none of which training sets have.
+
+    Raises:
+        ValueError: if there are fewer such captions.
+    """
+    most = sum(map(is_held_out, toy_captions()))
+    if number > most:
+        raise ValueError(
+            f"got {number} held-out clips to draw; expected at most {most}, the captions that "
+            "training sets do not have; lower NUM_CLIPS"
+        )
+
     clips: dict[str, ToyClip] = {}
     for clip in (toy_clip(CLIP_SEED, index) for index in count()):
         if len(clips) == number:

@@ -153,7 +153,7 @@ def parse_source(text: str) -> tuple[str, float]:
     """``PATH`` or ``PATH:SCALE`` -> path and scale.
 
     Raises:
-        ValueError: for a scale that is not finite.
+        ValueError: for a scale that is no finite number.
     """
     path, _, number = text.rpartition(":")
     if not path or Path(text).exists():
@@ -161,7 +161,9 @@ def parse_source(text: str) -> tuple[str, float]:
     try:
         scale = float(number)
     except ValueError:
-        return text, 1.0
+        if not Path(path).exists():
+            return text, 1.0
+        scale = math.nan
     if not math.isfinite(scale):
         raise ValueError(
             f"got adapters {text!r} with the scale {number}; expected a finite number; write for "

@@ -187,7 +187,7 @@ def _bucket_lines(plan: Plan) -> list[str]:
         *lines,
         "busiest: work of the busiest rank over the mean. MB sent: by a rank for a micro-batch.",
         "GB peak: of a rank, without the encoders. A bucket_config with one bucket prints more.",
-        *(["s/step: of a step with one micro-batch on each group."] if of_each else []),
+        *(["s/step: of a step whose micro-batches are all of this kind."] if of_each else []),
         *_kernels(plan, *plan.buckets),
     ]
 
@@ -229,7 +229,7 @@ def _single_bucket(plan: Plan, estimate: BatchEstimate) -> list[str]:
 def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
     """Mean over the ranks by phase, and mean and busiest of the whole step."""
     per = "step" if plan.purpose == "training" else "call of the model"
-    times = f" of {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    times = f" of {estimate.micro_batches} micro-batches" if estimate.micro_batches > 1 else ""
     rows: Rows = {f"MB per {per}{times}": ("forward", "recompute", "backward", "mean", "busiest")}
 
     by_name = {"as configured": estimate.traffic}
@@ -240,7 +240,7 @@ def _sent(plan: Plan, estimate: BatchEstimate) -> list[str]:
     for name, sent in by_name.items():
         phases = (sent.forward, sent.recompute, sent.backward)
         means = [sum(phase) / len(phase) for phase in phases]
-        numbers = [one * plan.micro_batches / 1e6 for one in (*means, sent.mean, sent.busiest)]
+        numbers = [one * estimate.micro_batches / 1e6 for one in (*means, sent.mean, sent.busiest)]
         rows[name] = tuple(f"{number:,.2f}" for number in numbers)
     return _columns("sent", rows, width=11)
 
@@ -278,7 +278,7 @@ def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
     time = estimate.time
     if time is None:
         return []
-    tokens = estimate.tokens["total"] * plan.dp_size * plan.micro_batches
+    tokens = estimate.tokens["total"] * estimate.micro_batches * plan.num_gpus / estimate.ranks
     speed = (
         f"{time.seconds:.3g} s a step on {plan.gpu}, {tokens / time.seconds:,.0f} tokens/s, MFU "
         f"{time.mfu:.0%} (predicted, in eager mode)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from itertools import permutations, product
 
 import numpy as np
 
@@ -69,6 +70,17 @@ def distance_to_edge(shape: str, x: np.ndarray, y: np.ndarray, radius: float) ->
         sides = 0.894 * abs(x) - 0.447 * y - 0.55 * radius
         distance = np.maximum(y - 0.8 * radius, sides)
     return distance
+
+
+def toy_captions() -> list[str]:
+    """The captions of all clips that can be drawn."""
+    found = []
+    for (colour, background), shape, direction in product(
+        permutations(COLOURS, 2), SHAPES, DIRECTIONS
+    ):
+        clip = ToyClip(shape, colour, background, direction, start=(0, 0), radius=0, speed=0)
+        found.append(clip.caption)
+    return found
 
 
 def is_held_out(caption: str) -> bool:

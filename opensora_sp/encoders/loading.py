@@ -33,6 +33,9 @@ HUB_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+# Of what ``open_weights`` reads, or explains why it does not.
+WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt")
+MAX_LISTED = 8  # files that a message lists
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
 Dtype = Literal["fp32", "bf16", "fp16"]
 Offload = bool | Literal["layers"]
@@ -200,8 +203,17 @@ class PretrainedFiles:
         with self.explained("weights"):
             if self._has_pickles_on_the_hub():
                 raise PickledWeightsError
+            self._check_has_weights()
             weights = open_weights(self.folder)
             return {name: stored.read() for name, stored in weights.tensors.items()}
+
+    def _check_has_weights(self) -> None:
+        """Raise ValueError, with the files that there are, if none may hold weights."""
+        folder = self.folder
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        if not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
+            found = ", ".join(names[:MAX_LISTED]) or "no files"
+            raise ValueError(f"none of its files holds any; there are: {found}")
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:

@@ -131,9 +131,13 @@ class HeldoutLoss:
 def none_readable(
     name: str, dataset: VideoTextDataset, shapes: object, last: tuple[str, str] | None
 ) -> ValueError:
-    """The error where no clip of a manifest could be cut to the shapes that were asked for."""
+    """The error where no clip of a manifest could be cut to the shapes that were asked for.
+
+    ``last``: path of the last one and the reason.
+    """
+    example = f" ({': '.join(last)})" if last else ""
     return ValueError(
         f"got {len(dataset)} clips in {name} {str(dataset.rows.file)!r}, none of which can be cut "
-        f"to {shapes} (the last one: {last}); expected videos that are long enough; check the "
+        f"to {shapes}{example}; expected readable videos that are long enough; check the "
         "manifest's paths and their lengths"
     )

@@ -85,8 +85,9 @@ class CorruptSamples:
         if unreported:
             self._exchange_reports()
         if substituted > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.rows))):
+            last = ": ".join(self.last or ())
             raise ValueError(
-                f"got {substituted} corrupt clips of {read} read, the last {self.last}; expected "
+                f"got {substituted} corrupt clips of {read} read, the last {last}; expected "
                 f"at most dataset.max_bad_fraction = {self.max_bad_fraction:g} of them; check the "
                 "files that train.log names, or raise max_bad_fraction"
             )

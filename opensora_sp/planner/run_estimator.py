@@ -112,13 +112,11 @@ class RunEstimator:
         # In sampling, adapters are merged into the weights.
         self.lora = cfg.lora if isinstance(cfg, TrainConfig) else None
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
-        self.micro_batches, self.predictions = 1, 1
+        self.predictions = 1
         # A plan is that of a machine where Triton is, whatever this one has.
         self.compiles = cfg.compile == "blocks" or (cfg.compile == "auto" and device == "cuda")
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
-            replicas = num_gpus // self.ranks
-            self.micro_batches = -(-cfg.micro_batches(replicas) // replicas)
         else:
             process = build_component(cfg.scheduler, SCHEDULERS)
             by_frames = cfg.cond_type is not None
@@ -158,6 +156,15 @@ class RunEstimator:
     def shape_of(self, latents: tuple[int, ...]) -> BatchShape:
         num_samples, _, frames, height, width = latents
         return BatchShape.of(self.config, num_samples, (frames, height, width))
+
+    def micro_batches_on(self, ranks: int) -> int:
+        """Micro-batches of a rank in a step whose micro-batches are all shared by so many ranks."""
+        if not isinstance(self.cfg, TrainConfig):
+            return 1
+        # With a degree for each micro-batch, a step has some for each rank, not for each replica.
+        has_replicas = isinstance(self.cfg.sp_size, int)
+        of_step = self.cfg.micro_batches(self.num_gpus // (self.ranks if has_replicas else 1))
+        return -(-of_step * ranks // self.num_gpus)
 
     def spans_nodes(self, ranks: int) -> bool:
         """Whether any group of so many ranks lies on several nodes."""
@@ -206,7 +213,7 @@ class RunEstimator:
             world=self.num_gpus,
             stage=self.cfg.zero_stage,
             element_size=self.dtype.itemsize,
-            accumulates=self.micro_batches > 1,
+            accumulates=self.micro_batches_on(self.ranks) > 1,
             accumulates_locally=self.cfg.accumulates_locally,
         )
 
@@ -338,7 +345,7 @@ class RunEstimator:
             world_spans_nodes=self.spans_nodes(self.num_gpus),
             dtype=self.dtype,
             levels=levels,
-            micro_batches=self.micro_batches,
+            micro_batches=self.micro_batches_on(ranks),
             accumulates_locally=self.zero.accumulates_locally,
             lora=self.lora,
             num_frames=self.video_frames.get(latents[2:]),

@@ -29,15 +29,17 @@ from .traffic import Traffic, tokens_changing_rank
 class BatchEstimate:
     """The estimate of one bucket on ``ranks`` that share its batches.
 
-    ``traffic`` is per rank and micro-batch (sampling: per call of the model); ``compared`` is by
-    strategy. ``tokens_changing_rank`` counts those that one switch between the layouts moves.
-    ``time`` is predicted for training in 16 bits on a GPU that was named, ``attention`` are the
-    kernels on that GPU. ``sampling`` is the memory with the encoders. Among several
-    buckets there is neither a comparison nor advice.
+    A step has ``micro_batches`` of a rank, if all of them are of this bucket. ``traffic`` is per
+    rank and micro-batch (sampling: per call of the model); ``compared`` is by strategy.
+    ``tokens_changing_rank`` counts those that one switch between the layouts moves. ``time`` is
+    predicted for training in 16 bits on a GPU that was named, ``attention`` are the kernels on that
+    GPU. ``sampling`` is the memory with the encoders. Among several buckets there is neither a
+    comparison nor advice.
     """
 
     bucket: BatchSpec
     ranks: int
+    micro_batches: int
     tokens: dict[str, int]
     sharing: Sharing
     tokens_changing_rank: int
@@ -62,9 +64,9 @@ class Plan:
     """The plan of a run.
 
     ``adapters`` are the parameters of LoRA adapters, which are then trained alone.
-    ``micro_batches`` of one rank in one optimizer step; ``spans_nodes`` is None for unknown nodes;
-    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here. ``schedule``
-    describes optimizer, learning rate and EMA weights; empty for sampling.
+    ``spans_nodes`` is None for unknown nodes; ``versions`` are those that the kernels on ``gpu``
+    depend on, as installed here. ``schedule`` describes optimizer, learning rate and EMA weights;
+    empty for sampling.
     """
 
     purpose: str
@@ -77,7 +79,6 @@ class Plan:
     communicators: Communicators | None  # of groups of several sizes
     precision: str
     grad_checkpoint: bool | int | str
-    micro_batches: int
     spans_nodes: bool | None
     memory_gb: float | None
     gpu: str | None
@@ -158,7 +159,6 @@ def plan(
         communicators=nested,
         precision=cfg.precision,
         grad_checkpoint=run.checkpointing,
-        micro_batches=run.micro_batches,
         spans_nodes=None if gpus_per_node is None else run.spans_nodes(run.ranks),
         memory_gb=memory_gb,
         gpu=gpu,
@@ -231,6 +231,7 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int, *, brief: bool) 
     return BatchEstimate(
         bucket=bucket,
         ranks=ranks,
+        micro_batches=run.micro_batches_on(ranks),
         tokens={
             "samples": shape.num_samples,
             "frames": shape.frames,

@@ -58,7 +58,7 @@ from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
 from .pipeline import Pipeline
 from .placement import free_memory, place_encoders
-from .process_groups import choose_groups
+from .process_groups import choose_groups, find_ranks_of_hosts
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 
@@ -259,7 +259,7 @@ def _sample_all(
         requests,
         dist.get_world_size() if dist.is_initialized() else 1,
         cost_model=cost_model,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+        ranks_of_hosts=find_ranks_of_hosts(),
     )
     logger.info(groups.why)
     mesh = SequenceMesh(groups.sp_size)

@@ -67,9 +67,9 @@ class ActivationBudget:
         names = [name for name in batches_by_name(cfg) if buckets is None or name in buckets]
         self._plan(names)
 
-    def fit(self, latents: torch.Size) -> None:
+    def fit(self, latents: torch.Size, num_frames: int) -> None:
         """Let blocks keep as much as fits with a batch ``(B, c, frames, height, width)`` of the
-        mesh's current group.
+        mesh's current group, of videos of ``num_frames`` frames.
         """
         if self.cfg.grad_checkpoint != "auto":
             return
@@ -82,7 +82,7 @@ class ActivationBudget:
         num_samples, *size = latents
         planned = self._planned.get((ranks, *size))
         if planned is None or num_samples > planned.num_samples:
-            planned = self._add_unplanned(tuple(latents), ranks)
+            planned = self._add_unplanned(tuple(latents), ranks, num_frames)
         if (planned.name, ranks) not in self._logged:
             self._logged.add((planned.name, ranks))
             of_ranks = f"{ranks} rank{'s' * (ranks > 1)}"
@@ -119,8 +119,11 @@ class ActivationBudget:
             return [self.cfg.sp_size[name]]
         return group_sizes(self.mesh.family)
 
-    def _add_unplanned(self, latents: tuple[int, ...], ranks: int) -> BucketLevels:
+    def _add_unplanned(self, latents: tuple[int, ...], ranks: int, num_frames: int) -> BucketLevels:
         """Plan a batch of a size that the config does not have, when it comes."""
+        # Derived models may have inputs of each frame of the video.
+        known = self._run.video_frames.get(latents[2:], 0)
+        self._run.video_frames[latents[2:]] = max(known, num_frames)
         found = self._run.memory(latents, ranks, brief=True)
         planned = BucketLevels(
             str(latents), ranks, [latents], found.levels, found.pinned, found.describe()

@@ -17,11 +17,13 @@ from cuda_stub import phase, requires_stub, run_on_stub
 from torch import Tensor
 
 from opensora_sp.config import InferenceConfig
-from opensora_sp.encoders import OpenSoraVAE, T5TextEncoder
+from opensora_sp.encoders import OpenSoraVAE, OpenSoraVAEv13, T5TextEncoder
 from opensora_sp.encoders.loading import FrozenEncoder
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.planner import plan
+from opensora_sp.planner import BatchSpec, plan
+from opensora_sp.planner.sampling_memory import EncoderTracer
+from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.placement import place_encoders
 from opensora_sp.sampling.process_groups import Groups
@@ -32,6 +34,17 @@ pytestmark = requires_stub
 MEMORY = 12e9
 TEXT = dict(type="t5", from_pretrained="DeepFloyd/t5-v1_1-xxl", max_length=300, dtype="bf16")
 VAE = dict(type="OpenSoraVAE_V1_2", from_pretrained="hpcai-tech/OpenSora-VAE-v1.2")
+VAE_V13 = dict(
+    type="OpenSoraVAE_V1_3",
+    from_pretrained="hpcai-tech/OpenSora-VAE-v1.3",
+    micro_batch_size=1,
+    micro_batch_size_2d=4,
+    micro_frame_size=17,
+    normalization="video",
+    use_tiled_conv3d=True,
+    tile_size=4,
+    dtype="bf16",
+)
 
 
 def config(resolution: str) -> InferenceConfig:
@@ -115,6 +128,31 @@ def test_weights_that_stay_on_the_device_do_not_fit_it() -> None:
     assert estimate.sampling is not None and estimate.sampling.peak > MEMORY
     with pytest.raises(Exception, match="out of memory"):
         run_on_stub(on_sampling, "240p", 80e9, memory=int(MEMORY), timeout=900)
+
+
+def on_decoding(size: tuple[int, int]) -> int:
+    """A chunk of Open-Sora 1.3 to frames; how many came."""
+    vae = on_host(OpenSoraVAEv13, VAE_V13)
+    latents = torch.zeros(1, vae.channels, *vae.latent_size(17, *size), device="cuda")
+    with phase("decoding"):
+        mesh = SequenceMesh(1)
+        pieces = decode(vae, [latents], num_frames=17, size=size, overlap=0, mesh=mesh)
+        return sum(len(part) for _, part in pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(144, 256), (240, 426)])
+def test_a_chunk_of_1_3_takes_what_is_predicted(size: tuple[int, int]) -> None:
+    tracer = EncoderTracer(BatchSpec(1, 17, size), "cuda")
+    cfg: Any = SimpleNamespace(vae=VAE_V13, loop=1)
+    traced = tracer.vae(cfg)
+    predicted = traced.weights + traced.activations
+
+    recording = run_on_stub(on_decoding, size, memory=int(MEMORY), timeout=900)
+    assert recording.result == 17
+    counted = recording.peak("decoding").allocated
+    print(f"{size}: {counted / 1e9:.3f} GB, predicted {predicted / 1e9:.3f}")
+    assert 0.95 < predicted / counted < 1.05, (predicted, counted)
 
 
 def on_run(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:

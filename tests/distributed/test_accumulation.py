@@ -8,11 +8,15 @@ several sizes, with which no batch can be joined.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import world_runs
 from exact_runs import (
     DECAY,
     LR,
@@ -33,8 +37,10 @@ from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import MicroBatch
 from opensora_sp.features.build import make_dataset, make_plan, make_source, micro_batches_of_step
 from opensora_sp.json_reader import read_json
+from opensora_sp.parallel.debug.comm_timing import listening
 from opensora_sp.plugin import SequenceParallelPlugin
 from opensora_sp.training.preflight import check_resume
+from opensora_sp.training.trainer import Trainer
 
 STEPS, MAX_NORM = 2, 0.05
 OPTIONS = [
@@ -146,6 +152,45 @@ def test_another_number_is_refused_on_resume(folder: Path) -> None:
         check_resume(other, checkpoint, make_dataset(other))
 
 
+def passes_and_reductions(config: Path, runs: list[tuple[int, list[str], None]]) -> list[str]:
+    """What this rank does in the steps of some runs, in order."""
+    done: list[str] = []
+
+    @contextmanager
+    def heard(kind: str, backward: bool, device: torch.device) -> Iterator[None]:
+        if kind == "zero" and backward:
+            done.append("reduction")
+        yield
+
+    class Recorded(Trainer):
+        def _forward_backward(self, *args: Any) -> torch.Tensor:
+            done.append("pass")
+            return super()._forward_backward(*args)
+
+        def _update(self, *args: Any) -> Any:
+            done.append("update")
+            return super()._update(*args)
+
+    with listening(heard), mock.patch.object(world_runs, "Trainer", Recorded):
+        world_runs.train_in_worlds(config, runs)
+    return done
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_once_a_step(config: Path, tmp_path: Path) -> None:
+    """Not after each micro-batch, as ColossalAI does where the same number is set as a step's."""
+    ways = {
+        "accumulation_steps=3": [*["pass"] * 3, "update", "reduction"],
+        "micro_batches_per_step=3": [*["pass", "reduction"] * 3, "update"],
+    }
+    runs, wanted = [], list[str]()
+    for stage, (option, of_step) in product((1, 2), ways.items()):
+        own = [option, f"zero_stage={stage}", f"outputs={tmp_path / f'{len(runs)}'}"]
+        runs.append((2, [*OPTIONS, "sp_size=2", f"ckpt_every={STEPS}", *own], None))
+        wanted += of_step * STEPS
+    assert run_ranks(2, passes_and_reductions, config, runs) == [wanted] * 2
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_training(tmp_path_factory.mktemp("config"), 4)
@@ -180,5 +225,4 @@ def plugin_of(config: Path) -> str:
 
 
 def test_the_plugin_sums_locally_above_one_micro_batch(config: Path) -> None:
-    """How often it then reduces gradients is tested in test_local_gradients.py."""
     assert run_ranks(1, plugin_of, config) == ["False"]

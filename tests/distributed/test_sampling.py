@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,7 @@ from opensora_sp.data import read_video
 from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.requests import requests_of
-from opensora_sp.sampling.run import _remaining_requests, build_pipeline, preflight
+from opensora_sp.sampling.run import _remaining_requests, _sample_all, build_pipeline, preflight
 
 PROMPTS = [
     "a red circle",
@@ -184,6 +185,32 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(
         assert frames.shape == (5, 28, 24, 3) and fps == 8
         assert Image.open(video.with_suffix(".png")).width > 100
         assert json.loads(video.with_suffix(".json").read_text())["prompt"] == prompt
+
+
+def sample_on_hosts(folder: Path, outputs: Path, hosts: list[int]) -> tuple[int, str]:
+    """Videos that this rank has written without ``sp_size``, and the error with 2."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(hosts[dist.get_rank()])
+    values = {"ckpt": str(folder), "prompts": PROMPTS[:1], "outputs": str(outputs)}
+    cfg = load_inference_config(folder / "sample.py", values=values)
+    written = _sample_all(cfg, *preflight(cfg), torch.device("cpu"))
+
+    cfg = cfg.model_copy(update={"sp_size": 2})
+    with pytest.raises(ValueError) as error:
+        _sample_all(cfg, *preflight(cfg), torch.device("cpu"))
+    return len(written), str(error.value)
+
+
+def test_hosts_may_have_different_numbers_of_processes(trained: Path, tmp_path: Path) -> None:
+    """Ranks that know their own host's alone would form other groups, or use other links.
+
+    By two on a host, no pair spans hosts; by one on a host, each does.
+    """
+    found = run_ranks(4, sample_on_hosts, trained, tmp_path / "out", [2, 2, 1, 1])
+    assert sum(number for number, _ in found) == 1
+    assert len(list((tmp_path / "out").glob("*.mp4"))) == 1
+    (message,) = {message for _, message in found}
+    assert message.startswith("got sp_size 2 on hosts with [1, 2] processes, some of which")
+    assert "; expected one of [1, 4], which all count alike; pass --sp-size with one" in message
 
 
 def test_prompt_files(tmp_path: Path) -> None:

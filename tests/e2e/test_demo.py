@@ -27,7 +27,7 @@ from toy_judge import Seen, judge
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.data import Manifest, is_held_out, scale, to_frames, toy_clip
-from opensora_sp.data.toy import COLOURS
+from opensora_sp.data.toy import COLOURS, toy_captions
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.encoders import PatchDCTVAE
 from opensora_sp.randomness import normal
@@ -45,6 +45,14 @@ def latents() -> tuple[torch.Tensor, torch.Tensor]:
         return vae.encode(torch.from_numpy(frames).permute(0, 4, 1, 2, 3).float() / 127.5 - 1)
 
     return encode(0, 120), encode(1, 24)
+
+
+def test_more_held_out_clips_than_captions_are_refused() -> None:
+    most = sum(map(is_held_out, toy_captions()))
+    captions = {clip.caption for clip in held_out_clips(most)}
+    assert len(captions) == most > 16 and captions < set(toy_captions())
+    with pytest.raises(ValueError, match=f"got {most + 1} held-out .*; expected at most {most},"):
+        held_out_clips(most + 1)
 
 
 def test_a_predictor_that_knows_the_clips_passes_and_a_linear_one_fails(latents: tuple) -> None:

@@ -227,6 +227,8 @@ def test_arguments_and_outputs(v12: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": (dict(prompt=[]), r"got \[\] as prompt; expected a text, or a list with one"),
+    "a number as prompt": (dict(prompt=[3]), r"got \[3\] as prompt; expected a text"),
     "output type": (dict(output_type="mp4"), r"got output_type 'mp4'; expected one of \('pil'"),
     "image": (
         dict(image=np.zeros((8, 8), np.uint8)),
@@ -254,7 +256,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_arguments(v12: Path, name: str) -> None:
     values, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        loaded(v12)(PROMPTS, **(SIZE | values))
+        loaded(v12)(**(dict(prompt=PROMPTS) | SIZE | values))
 
 
 def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:

@@ -398,6 +398,12 @@ def test_incomplete_and_damaged_weights_are_refused(
     ):
         cls(str(folder))
 
+    # As of a name on the hub that is not an encoder's.
+    file.unlink()
+    (folder / "README.md").touch()
+    with pytest.raises(ValueError, match="none of its files holds any; there are: README.md, "):
+        cls(str(folder))
+
 
 def test_released_layout_is_strict_and_takes_older_names(
     video_folder: Path, tmp_path: Path

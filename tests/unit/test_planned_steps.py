@@ -14,9 +14,10 @@ from bucket_configs import FEW, write_bucket_config
 
 from opensora_sp.cli import cut, main
 from opensora_sp.cli.cut import ScheduledSteps, schedule_steps
+from opensora_sp.cli.plan import table
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.data.schedule import schedule
-from opensora_sp.features.build import make_dataset, make_plan
+from opensora_sp.features.build import make_dataset, make_plan, micro_batches_of_step
 from opensora_sp.planner import plan
 from opensora_sp.planner.communicators import communicators, gpus_of_node
 from opensora_sp.planner.run_estimator import RunEstimator
@@ -120,6 +121,38 @@ def test_buckets_are_estimated_on_the_ranks_that_they_run_on(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     (row,) = [row for row in rows if row[:4] == ["6", "of", "8", "x"]]
     assert row[5:8] == ["6,912", "4", "switch"]
+
+
+def test_micro_batches_of_a_rank_are_its_share_of_the_run_s_step(config: Path) -> None:
+    """``accumulation_steps`` counts those of each replica, or with "auto" of each rank."""
+    for options, wanted in [
+        ([], {1: 1, 2: 2, 8: 8}),
+        (["accumulation_steps=3"], {1: 3, 2: 6, 8: 24}),
+        (["micro_batches_per_step=12"], {1: 2, 2: 3, 8: 12}),
+        (["sp_size=2", "accumulation_steps=3"], {2: 3}),
+    ]:
+        cfg = load_train_config(config, options)
+        run, of_step = RunEstimator(cfg, 8, None, "cuda", None), micro_batches_of_step(cfg, {}, 8)
+        assert wanted == {ranks: run.micro_batches_on(ranks) for ranks in wanted}
+        for ranks, number in wanted.items():
+            assert number == math.ceil(of_step / (8 // ranks))
+
+
+def test_a_step_is_as_long_as_its_micro_batches(config: Path) -> None:
+    """Of one bucket: time, what a rank sends, and tokens of all groups."""
+    options = ["bucket_config={'144p': {8: (1.0, 6)}}", "precision=bf16"]
+    found = []
+    for number in (1, 3):
+        cfg = load_train_config(config, [*options, f"accumulation_steps={number}"])
+        made = plan(cfg, 8, gpu="H100", degrees={"144p x 8": [2]})
+        (one,) = made.buckets
+        assert one.micro_batches == 2 * number and one.time is not None
+        tokens = one.tokens["total"] * 2 * number * 4
+        text = table(made)
+        assert f" {tokens / one.time.seconds:,.0f} tokens/s" in text
+        assert f"MB per step of {2 * number} micro-batches" in text
+        found.append(one.time.work["matrix products"].seconds)
+    assert found[1] == pytest.approx(3 * found[0])
 
 
 def test_a_node_has_eight_gpus_where_nothing_else_is_known(config: Path) -> None:

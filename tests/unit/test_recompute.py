@@ -148,10 +148,13 @@ CONFIG = str(Path(__file__).parents[2] / "configs/stdit3/train/64x512x512_sp8.py
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     """Compiled by the config, and in eager mode where verification refused that."""
-    traced, set_levels = [], []
+    traced, set_levels, frames = [], [], []
 
-    def trace(*args: Any, level: int, compiled: bool, **others: Any) -> Activations:
+    def trace(
+        *args: Any, level: int, compiled: bool, num_frames: int | None, **others: Any
+    ) -> Activations:
         traced.append(compiled)
+        frames.append(num_frames)
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
     monkeypatch.setattr(run_estimator, "trace_activations", trace)
@@ -166,10 +169,15 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
     mesh = SequenceMesh.imagined(1, 0)
     device = torch.device("cuda")
     budget = activations.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
-    budget.fit(torch.Size([1, 4, 16, 64, 64]))
+    budget.fit(torch.Size([1, 4, 16, 64, 64]), 16)
     assert traced and set(traced) == {compiled}
     (levels,) = set_levels
     assert (set(levels) == {0, EVERYTHING}) == compiled, levels
+
+    # Of a size that no plan has seen, with the frames of the video.
+    before = len(frames)
+    budget.fit(torch.Size([1, 4, 7, 64, 64]), 25)
+    assert set(frames[before:]) == {25} and len(set_levels) == 2
 
 
 def test_descriptions():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from random_weights import draw_weights
 
 from opensora_sp.config import InferenceConfig
-from opensora_sp.encoders import ImageVAE, T5TextEncoder
+from opensora_sp.encoders import LATENT_ENCODERS, ImageVAE, T5TextEncoder
 from opensora_sp.encoders.loading import weight_bytes
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
@@ -26,6 +27,7 @@ from opensora_sp.planner.sampling_memory import (
     placements,
     sampling_memory,
 )
+from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.placement import place_encoders
 from opensora_sp.sampling.process_groups import Groups
@@ -109,6 +111,74 @@ def test_live_bytes_of_each_phase_are_those_predicted(folder: Path) -> None:
         predicted = getattr(estimate.sampling, name) - weights
         print(f"{name}: {peak:,} bytes beside {weights:,} of weights, predicted {predicted:,}")
         assert 0.95 < predicted / peak < 1.05, name
+
+
+def video_autoencoders(folder: Path) -> dict[str, dict[str, Any]]:
+    """Configs of small autoencoders for videos, with the options that bound their memory."""
+    image = dict(json.loads((folder / "vae" / "config.json").read_text()), latent_channels=4)
+    image |= dict(block_out_channels=[16, 16, 32, 32])
+    for kind in ("down", "up"):
+        (block,) = set(image[f"{kind}_block_types"])
+        image[f"{kind}_block_types"] = [block] * 4
+    temporal = dict(type="VAE_Temporal", filters=16, num_res_blocks=1, num_groups=4)
+    parts = dict(ch=32, ch_mult=[1, 1, 2, 2], num_res_blocks=1)
+    v12, v13 = folder / "v12", folder / "v13"
+    files = {
+        v12: dict(vae_2d=dict(from_pretrained=str(v12 / "image")), vae_temporal=temporal),
+        v12 / "image": image,
+        v13: dict(encoder=parts, decoder=parts),
+    }
+    for place, values in files.items():
+        place.mkdir(exist_ok=True)
+        (place / "config.json").write_text(json.dumps(values))
+
+    chunked = dict(micro_frame_size=5, micro_batch_size=1)
+    tiled = dict(micro_batch_size_2d=1, use_tiled_conv3d=True, tile_size=16)
+    return {
+        "1.2": dict(type="OpenSoraVAE_V1_2", from_pretrained=str(v12), **chunked),
+        "1.3": dict(type="OpenSoraVAE_V1_3", from_pretrained=str(v13), **chunked),
+        "1.3, tiled": dict(type="OpenSoraVAE_V1_3", from_pretrained=str(v13), **chunked, **tiled),
+    }
+
+
+@pytest.mark.parametrize("name", ["1.2", "1.3", "1.3, tiled"])
+def test_memory_of_a_chunk_is_predicted_for_any_size(folder: Path, name: str) -> None:
+    """No option bounds it for large frames, so that plans have to know how it grows."""
+    options = video_autoencoders(folder)[name]
+    cls = LATENT_ENCODERS[options["type"]]
+    vae, peaks = built(cls, options), []
+    for size in ((32, 48), (48, 72)):
+        cfg = config(folder).model_copy(
+            update=dict(
+                vae=options,
+                text_encoder=dict(type="HashedBagOfWords", width=32, max_length=40),
+                model=dict(type="STDiT3", **MODEL | dict(in_channels=vae.channels)),
+                num_frames=10,
+                image_size=size,
+            )
+        )
+        (estimate,) = plan(cfg, 1, device="cpu").buckets
+        assert estimate.sampling is not None
+        weights = estimate.memory.kept.total + weight_bytes(vae)
+        predicted = estimate.sampling.decoding - weights
+
+        with LivePeak() as live:
+            latents = torch.zeros(1, vae.channels, *vae.latent_size(10, *size))
+            pieces = decode(
+                vae, [latents], num_frames=10, size=size, overlap=0, mesh=SequenceMesh(1)
+            )
+            assert sum(len(part) for _, part in pieces) == 10
+        decoding = live.peak
+        print(f"{name}, {size}: {decoding:,} bytes, predicted {predicted:,}")
+        assert 0.95 < predicted / decoding < 1.05
+
+        # References are encoded before that, and add no peak.
+        with LivePeak() as live:
+            vae.encode(torch.zeros(1, 3, 10, *size))
+        assert live.peak < decoding
+        peaks.append(decoding / (size[0] * size[1]))
+    # In proportion to the pixels of a frame.
+    assert max(peaks) < 1.1 * min(peaks)
 
 
 def test_less_stays_on_the_device_the_less_memory_is_free(

@@ -32,7 +32,14 @@ from opensora_sp.sampling.requests import latent_frames
 
 from .folder import ENCODERS, PipelineFolder, write_pipeline
 from .images import as_output, check_output_type, images_of, warn_of_sizes
-from .sampler import GeneratedRequest, Hooked, ImagePrompt, ImageSampler, check_same_length
+from .sampler import (
+    GeneratedRequest,
+    Hooked,
+    ImagePrompt,
+    ImageSampler,
+    check_same_length,
+    prompts_of,
+)
 from .scheduler import OpenSoraScheduler
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
@@ -254,7 +261,7 @@ class OpenSoraPipeline(DiffusionPipeline):
             ValueError: for values that do not fit the model, the autoencoder or each other.
         """
         check_output_type(output_type)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = prompts_of(prompt)
         images = images_of(image, len(prompts))
         flow = self._flow(num_inference_steps, guidance_scale)
         cfg = self._config(

@@ -98,6 +98,21 @@ class Hooked:
         return called
 
 
+def prompts_of(prompt: Any) -> list[str]:
+    """A text, or one for each video, as a list.
+
+    Raises:
+        ValueError: for anything else, or no text.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(prompts, Sequence) and prompts and all(isinstance(one, str) for one in prompts):
+        return list(prompts)
+    raise ValueError(
+        f"got {prompt!r:.80} as prompt; expected a text, or a list with one for each video; pass "
+        "at least one"
+    )
+
+
 def check_same_length(name: str, values: Sequence[Any], count: int) -> None:
     """Raise ValueError unless there is a value for each of ``count`` prompts."""
     if len(values) != count:
