@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .hub import HubName, fetch
+from .hub import HubName, describe_missing, fetch
 from .shard_index import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -157,8 +157,9 @@ def _check_folder(path: Path, name: str) -> None:
     """Raise ValueError unless ``path`` is a folder that may hold whole weights."""
     if not path.is_dir():
         raise ValueError(
-            f"got checkpoint {name!r}, which is not on disk; expected a file, a folder, or a name "
-            "on the hub, whose first part is no folder here; check the path"
+            f"got checkpoint {name!r}, which is not on disk ({describe_missing(name)}); expected a "
+            "file, a folder, or a name on the hub, whose first part is no folder here; check the "
+            "path"
         )
 
     _refuse_adapters(path, name)

@@ -42,6 +42,7 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
+from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime import (
     StartLimit,
     Watchdog,
@@ -193,6 +194,7 @@ def build_pipeline(
     Args:
         placed: the config of the encoders, where some of their weights wait on the host.
     """
+    warn_if_large_on_cpu(cfg, device, mesh)
     encoders = placed or cfg
     vae = build_component(encoders.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(encoders.text_encoder, TEXT_ENCODERS).to(device)
