@@ -37,6 +37,8 @@ _WEIGHTS = (
     "*.pth",
     "*.bin",
 )
+LOG = "train.log"
+"""The log in a run's folder, from the run's start on."""
 # Beside LoRA adapters, as peft names it.
 ADAPTER_CONFIG = "adapter_config.json"
 _EMA_WEIGHTS = ("ema.safetensors", "ema", "ema.pt")
@@ -200,10 +202,12 @@ def weight_file(path: Path) -> Path:
         if found:
             return found[0]
 
+    is_run = (path / LOG).is_file()
+    reason = " yet, since its training has saved no checkpoint" if is_run else ""
     raise ValueError(
-        f"got checkpoint {str(path)!r}, which holds no weights; expected a file of weights, a "
-        "folder with one (or with shards and their index), a run's folder or a committed "
-        "checkpoint; check the path"
+        f"got checkpoint {str(path)!r}, which holds no weights{reason}; expected a file of "
+        "weights, a folder with one (or with shards and their index), a run's folder or a "
+        "committed checkpoint; check the path"
     )
 
 
