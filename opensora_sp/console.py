@@ -23,6 +23,10 @@ RANK_LOCAL = {"is_rank_local": True}
 """``extra=`` of a warning that only this rank logs, so that ranks other than 0 show it as well."""
 # Set once this process exits: code that runs at its end cannot ask Python for it.
 exit_status: int | None = None
+CONFIG_HELP = (
+    "config file, Python in mmengine's style; those of the package, configs/..., are found in "
+    "every folder"
+)
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -103,7 +107,7 @@ def config_arguments(description: str, *, needs_config: bool = True) -> argparse
     """A parser with the two arguments that every script takes: the config, and overrides of it."""
     parser = Parser(description=description)
     number = None if needs_config else "?"
-    parser.add_argument("config", nargs=number, help="mmengine-style .py config")
+    parser.add_argument("config", nargs=number, help=CONFIG_HELP)
     parser.add_argument(
         "--cfg-options",
         nargs="+",

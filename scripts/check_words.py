@@ -5,6 +5,7 @@ A search for the standard term must find the right file. Each pattern has the te
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -79,4 +80,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sys.exit(main())

@@ -8,6 +8,7 @@ pip-audit is installed into an environment of its own, .venv-scan, so that it is
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -100,4 +101,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -29,7 +29,7 @@ from opensora_sp.components import nearest
 from opensora_sp.json_reader import read_json
 from opensora_sp.models.lora import ADAPTER
 
-from .hub import ADAPTERS, HubName, fetch
+from .hub import ADAPTERS, HubName, describe_missing, fetch
 from .paths import ADAPTER_CONFIG, newest_checkpoint
 from .reader import PickledWeightsError, Stored, Weights, open_weights
 from .tensor_file import as_bytes
@@ -191,11 +191,13 @@ def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) 
         found = fetch(on_hub, kind=ADAPTERS, allow_pickle=allow_pickle, more=(BASE_FACTS,))
     folder = find_adapters(found, ema=ema)
     if folder is None:
-        advice = "check the path" if not Path(path).exists() else "pass whole weights as --ckpt"
+        advice, missing = "pass whole weights as --ckpt", ""
+        if not Path(path).exists():
+            advice, missing = "check the path", f" ({describe_missing(path)})"
         raise ValueError(
-            f"got adapters {path!r}, where there is no {ADAPTER_CONFIG}; expected a run that was "
-            "trained with lora=dict(...), its checkpoint, a folder that peft wrote, or a name on "
-            f"the hub, whose first part is no folder here; {advice}"
+            f"got adapters {path!r}, where there is no {ADAPTER_CONFIG}{missing}; expected a run "
+            "that was trained with lora=dict(...), its checkpoint, a folder that peft wrote, or a "
+            f"name on the hub, whose first part is no folder here; {advice}"
         )
 
     config = read_json(folder / ADAPTER_CONFIG)

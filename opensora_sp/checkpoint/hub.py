@@ -7,6 +7,7 @@ may be read.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ _NAME = re.compile(r"([\w.-]+/[\w.-]+)/?([\w./-]*)(?:@([\w./-]+))?", re.ASCII)
 # Beside the weights. A card has their license.
 _ABOUT = ("config.json", "README.md", "adapter_config.json")
 _LISTED = 8
+_NEAREST = 4  # names beside a missing one
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,44 @@ class HubName:
     @classmethod
     def of_missing(cls, source: str) -> HubName | None:
         """The name that a path which is not on disk may be; None for a path into a folder here."""
-        first = source.partition("/")[0]
-        is_path = source.startswith((".", "~", "/")) or Path(first).is_dir()
-        return None if is_path else cls.parse(source)
+        return None if is_path(source) else cls.parse(source)
 
     def __str__(self) -> str:
         path = f"/{self.path}" if self.path else ""
         return f"{self.repository}{path}" + (f"@{self.revision}" if self.revision else "")
+
+
+def is_path(source: str) -> bool:
+    """Whether ``source`` is a path and no name on the hub, also where it is not on disk."""
+    first = source.partition("/")[0]
+    return source.startswith((".", "~", "/")) or Path(first).is_dir()
+
+
+def describe_missing(path: str | Path) -> str:
+    """The first part of a path that is not on disk, with the names there that are most like it."""
+    folder, name = Path(path).parent, Path(path).name
+    while not folder.is_dir():
+        folder, name = folder.parent, folder.name
+
+    names: list[str] = []
+    with suppress(OSError):
+        names = [one.name for one in folder.iterdir() if not one.name.startswith(".")]
+    # In a folder that was named, any may have been meant; the working directory has all sorts.
+    cutoff = 0.6 if folder == Path() else 0.0
+    nearest = difflib.get_close_matches(name, names, n=_NEAREST, cutoff=cutoff)
+    there = f", nearest: {', '.join(nearest)}" if nearest else ""
+    return f"{folder.absolute()} has no {name!r}{there}"
+
+
+def describe_not_cached(source: str) -> str:
+    """Why neither this machine nor the hub has ``source``, where the hub is not asked."""
+    from huggingface_hub import constants
+
+    offline = "HF_HUB_OFFLINE=1 is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    return (
+        f"which is not on disk ({describe_missing(source)}) and, read as a name, not in the hub's "
+        f"cache, while {offline}"
+    )
 
 
 def answers() -> bool:
@@ -263,18 +296,20 @@ def _no_weights(
 
 
 def _not_fetched(name: HubName, kind: Kind, error: Exception) -> ValueError:
-    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):
-        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "it cannot be reached"
-        reason = f"which is not on disk, and not in the hub's cache either, while {offline}"
+        reason = describe_not_cached(str(name))
     else:
         text = " ".join(str(error).split())[:300] or type(error).__name__
-        reason = f"which is not on disk and cannot be fetched from the hub by that name ({text})"
+        reason = (
+            f"which is not on disk ({describe_missing(str(name))}) and, read as a name, cannot be "
+            f"fetched from the hub ({text})"
+        )
     revision = f" --revision {name.revision}" if name.revision else ""
     return ValueError(
         f"got {kind.noun} {str(name)!r}, {reason}; expected a path, or a name on the hub and a "
-        f"network to fetch it; check the path, or download it where there is a network: hf "
-        f"download {name.repository}{revision} --local-dir DIR (`hf auth login` for private ones)"
+        "network to fetch it; check the path, which is relative to the working directory, or "
+        f"download the name where there is a network: hf download {name.repository}{revision} "
+        "--local-dir DIR (`hf auth login` for private ones)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .hub import HubName, fetch
+from .hub import HubName, describe_missing, fetch
 from .shard_index import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -37,6 +37,8 @@ _WEIGHTS = (
     "*.pth",
     "*.bin",
 )
+LOG = "train.log"
+"""The log in a run's folder, from the run's start on."""
 # Beside LoRA adapters, as peft names it.
 ADAPTER_CONFIG = "adapter_config.json"
 _EMA_WEIGHTS = ("ema.safetensors", "ema", "ema.pt")
@@ -157,8 +159,9 @@ def _check_folder(path: Path, name: str) -> None:
     """Raise ValueError unless ``path`` is a folder that may hold whole weights."""
     if not path.is_dir():
         raise ValueError(
-            f"got checkpoint {name!r}, which is not on disk; expected a file, a folder, or a name "
-            "on the hub, whose first part is no folder here; check the path"
+            f"got checkpoint {name!r}, which is not on disk ({describe_missing(name)}); expected a "
+            "file, a folder, or a name on the hub, whose first part is no folder here; check the "
+            "path"
         )
 
     _refuse_adapters(path, name)
@@ -199,10 +202,12 @@ def weight_file(path: Path) -> Path:
         if found:
             return found[0]
 
+    is_run = (path / LOG).is_file()
+    reason = " yet, since its training has saved no checkpoint" if is_run else ""
     raise ValueError(
-        f"got checkpoint {str(path)!r}, which holds no weights; expected a file of weights, a "
-        "folder with one (or with shards and their index), a run's folder or a committed "
-        "checkpoint; check the path"
+        f"got checkpoint {str(path)!r}, which holds no weights{reason}; expected a file of "
+        "weights, a folder with one (or with shards and their index), a run's folder or a "
+        "committed checkpoint; check the path"
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from opensora_sp import __version__
 from opensora_sp.console import Parser, exit_on_interrupt, log_to_terminal, report_errors
 from opensora_sp.launchers import end_with_launchers
 
@@ -83,6 +84,7 @@ def command_line(chosen: str) -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.add_argument("--version", action="version", version=f"opensora-sp {__version__}")
     subcommands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         parents = [module.parser()] if name == chosen else []

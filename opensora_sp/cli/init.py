@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> None:
     sys.stdout.write(
         f"{folder}: {name} and {NUM_CLIPS} toy clips in {cfg.dataset.manifest}\n"
         f"train and sample: {script.absolute()}\n"
-        f"your own clips: opensora-sp index FOLDER -o {folder / cfg.dataset.manifest}\n"
+        "your own clips, before it has run: opensora-sp index FOLDER -o "
+        f"{folder / cfg.dataset.manifest}\n"
     )
 
 

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         help="processes of the run, one per GPU; with --fit by default one group of sp_size",
     )
     add("--gpus-per-node", type=int, metavar="M", help="to report batches shared across nodes")
-    add("--memory-gb", type=float, metavar="G", help="of one GPU, 1e9 bytes, to report excess")
+    add("--memory-gb", type=float, metavar="G", help="memory of a GPU, 1e9 bytes, to report excess")
     add("--gpu", metavar="NAME", help="H100 or H200: predict step time and MFU; sets --memory-gb")
     add("--json", action="store_true", help="all numbers, in bytes, as JSON")
     add(

@@ -17,7 +17,9 @@ EXAMPLE = (
 
 def parser() -> argparse.ArgumentParser:
     parser = config_arguments(HELP)
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="of the cache")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="folder of the feature cache"
+    )
     return parser
 
 

@@ -11,7 +11,7 @@ from .huggingface import ImageVAE
 from .open_sora_vae import OpenSoraVAE
 from .open_sora_vae_v13 import OpenSoraVAEv13
 from .standins import HashedBagOfWords, PatchDCTVAE, PatchPoolVAE
-from .t5 import T5TextEncoder
+from .t5 import T5TextEncoder, check_cleaning
 
 LATENT_ENCODERS: dict[str, Any] = {
     "PatchPoolVAE": PatchPoolVAE,
@@ -21,6 +21,15 @@ LATENT_ENCODERS: dict[str, Any] = {
     "OpenSoraVAE_V1_3": OpenSoraVAEv13,
 }
 TEXT_ENCODERS: dict[str, Any] = {"HashedBagOfWords": HashedBagOfWords, "t5": T5TextEncoder}
+
+
+def check_packages(text_encoder: dict[str, Any]) -> None:
+    """Raise ValueError if a config's ``text_encoder`` needs packages that are not installed.
+
+    Its constructor would, after the weights of other encoders have been loaded.
+    """
+    if text_encoder["type"] == "t5" and text_encoder.get("clean_captions"):
+        check_cleaning()
 
 
 def planned_latent_size(

@@ -174,6 +174,8 @@ class PretrainedFiles:
     def __init__(self, source: str, key: str, subfolder: str | None = None) -> None:
         self.source, self.key, self.subfolder = source, key, subfolder or ""
         self.is_local = Path(source).is_dir()
+        if not self.is_local and hub.is_path(source):
+            raise self._error(f"which is not on disk ({hub.describe_missing(source)})")
         name = None if self.is_local else HubName.parse(source)
         if name is not None and name.path:
             self.source = source = str(replace(name, path=""))
@@ -232,11 +234,7 @@ class PretrainedFiles:
         except PickledWeightsError:
             raise self._pickled() from None
         except LocalEntryNotFoundError as error:
-            reason = (
-                "which is no folder here, and not in the hub's cache either, while the hub cannot "
-                "be reached"
-            )
-            raise self._error(reason) from error
+            raise self._error(hub.describe_not_cached(self.source)) from error
         # Foreign files make the libraries raise anything: tokenizers raises Exception itself.
         except Exception as error:
             failed = f"{what} cannot be loaded"

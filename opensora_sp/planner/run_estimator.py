@@ -316,7 +316,9 @@ class RunEstimator:
         return [[level] * self.config.num_blocks for level in levels]
 
     def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
-        """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic."""
+        """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic; in
+        sampling those of one step.
+        """
         return seconds_of(
             self.shape_of(latents),
             self.options_on(ranks),
@@ -324,6 +326,7 @@ class RunEstimator:
             model=self.costs,
             element_size=self.dtype.itemsize,
             recomputed=recomputed_share(levels),
+            training=self.training,
         )
 
     @cached_property

@@ -12,7 +12,10 @@ from .prompts import read_prompts
 
 # Config key that an option overrides -> metavar and help text.
 OPTIONS = {
-    "ckpt": ("PATH", "weights: a run's folder, a checkpoint, a Hugging Face folder or a file"),
+    "ckpt": (
+        "PATH",
+        "weights: a run, a checkpoint, a Hugging Face folder, a file, or a name on the hub",
+    ),
     "outputs": ("DIR", "folder for the samples"),
     "negative_prompt": (
         "TEXT",

@@ -33,7 +33,7 @@ from opensora_sp.console import LOGGER
 from opensora_sp.data.atomic import check_writable
 from opensora_sp.device_verification import choose_compiled, choose_kernels
 from opensora_sp.dtypes import DTYPES
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_as_set
 from opensora_sp.parallel import (
@@ -42,6 +42,7 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
+from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime import (
     StartLimit,
     Watchdog,
@@ -100,6 +101,7 @@ def preflight(cfg: InferenceConfig, world_size: int | None = None) -> tuple[list
             fit.
     """
     check_launch(cfg, world_size or int(os.environ.get("WORLD_SIZE", "1")))
+    check_packages(cfg.text_encoder)
 
     prompts = cfg.prompts or (read_prompts(cfg.prompt_path) if cfg.prompt_path else [])
     if not prompts:
@@ -193,6 +195,7 @@ def build_pipeline(
     Args:
         placed: the config of the encoders, where some of their weights wait on the host.
     """
+    warn_if_large_on_cpu(cfg, device, mesh)
     encoders = placed or cfg
     vae = build_component(encoders.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(encoders.text_encoder, TEXT_ENCODERS).to(device)

@@ -51,7 +51,8 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
 def command_to_resume() -> str:
     """The command that started this run, launcher included, with ``--resume auto``.
 
-    What the run has accepted as new data is that of its own checkpoints.
+    It can be pasted in any folder. What the run has accepted as new data is that of its own
+    checkpoints.
     """
     command = _command_of_launcher() or _own_command()
     kept = []
@@ -64,7 +65,15 @@ def command_to_resume() -> str:
         ):
             kept.append(part)
         is_value = part == RESUME
-    return shlex.join([*kept, RESUME, "auto"])
+    return _from_anywhere([*kept, RESUME, "auto"])
+
+
+def _from_anywhere(command: list[str]) -> str:
+    """A command for a shell whose folder may be another one, as after ``my_project/run.sh``.
+
+    Its paths, and those in configs, are relative to the working directory of this process.
+    """
+    return f"{shlex.join(['cd', os.getcwd()])} && {shlex.join(command)}"
 
 
 def _command_of_launcher() -> list[str]:
@@ -139,7 +148,7 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
             str(run_dir),
         ]
     command = [*script, *weights, "--prompt", "TEXT"]
-    logger.info("sample from it: %s", shlex.join(command))
+    logger.info("sample from it: %s", _from_anywhere(command))
 
 
 def write_sampling_config(cfg: TrainConfig, run_dir: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from opensora_sp.checkpoint import FileSystem
+from opensora_sp.checkpoint.paths import LOG
 from opensora_sp.config import TrainConfig
 from opensora_sp.console import LOGGER, add_log_handler
 from opensora_sp.json_reader import parse_json, read_json
@@ -392,6 +393,6 @@ def log_to(run_dir: Path, *, enabled: bool) -> None:
     LOGGER.handlers.clear()
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enabled:
-        handlers.append(LogFile(run_dir / "train.log"))
+        handlers.append(LogFile(run_dir / LOG))
     for handler in handlers:
         add_log_handler(handler, "%(asctime)s %(levelname)s %(message)s", is_main=enabled)

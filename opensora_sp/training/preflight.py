@@ -19,6 +19,7 @@ from opensora_sp.checkpoint.paths import checkpoint_step, had_checkpoints
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import CachedFeatures
 from opensora_sp.data.atomic import check_writable
+from opensora_sp.encoders import check_packages
 from opensora_sp.features.build import (
     TrainingSet,
     largest_batch,
@@ -83,6 +84,8 @@ def preflight(
     if isinstance(dataset, CachedFeatures):
         check_cache(cfg, dataset)
         check_clips(cfg, dataset, plan)
+    else:
+        check_packages(cfg.text_encoder)
     preflight_validation(cfg)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)

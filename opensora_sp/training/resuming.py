@@ -27,6 +27,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.folder import reading
+from opensora_sp.checkpoint.hub import describe_missing
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 from opensora_sp.checkpoint.writer import all_finite
 from opensora_sp.json_reader import read_json
@@ -51,9 +52,12 @@ def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
 
     found = newest_checkpoint(Path(resume))
     if found is None:
+        reason = "holds no committed checkpoint"
+        if not Path(resume).exists():
+            reason = f"is not on disk ({describe_missing(resume)})"
         raise ValueError(
-            f"got checkpoint path {resume!r}, which holds no committed checkpoint; expected a "
-            "folder step_... or a run's folder; check the path"
+            f"got checkpoint path {resume!r}, which {reason}; expected a folder step_... or a "
+            "run's folder; check the path"
         )
     _check_newest(found, run_dir)
     verify(found, thorough=False)

@@ -33,6 +33,7 @@ from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_as_set, reporting_compilation
 from opensora_sp.parallel import CommLedger
+from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime import Watchdog, init_worker
 
 from .activations import ActivationBudget
@@ -78,6 +79,7 @@ class Trainer:
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.options = plugin.sequence_parallel
         self.dataset, self.device = dataset, device
+        warn_if_large_on_cpu(cfg, device, self.mesh)
         self.source = make_source(cfg, dataset, device)
         self.validation_encoders = encoders_of_validation(cfg, self.source, device)
         # All encoders, before anything is chosen by the memory that they leave.

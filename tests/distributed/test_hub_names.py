@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,13 @@ from ranks import run_ranks
 from runs import SAMPLE, TRAIN, write_toy_set
 from safetensors.torch import save_file
 
-from opensora_sp.checkpoint import find_weights, from_pretrained, hub, save_pretrained
+from opensora_sp.checkpoint import (
+    find_weights,
+    from_pretrained,
+    hub,
+    open_adapters,
+    save_pretrained,
+)
 from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
 from opensora_sp.checkpoint.hub import HubName
 from opensora_sp.checkpoint.model_card import CARD, model_card, saved_license
@@ -31,6 +38,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.sampling.run import preflight, resolved_sources
 from opensora_sp.training.preflight import check_initial_weights
+from opensora_sp.training.resuming import find_checkpoint
 
 NAME, LORA = "somebody/stdit3", "somebody/lora"
 
@@ -197,10 +205,10 @@ def offline(refused) -> None:
     constants.HF_HUB_OFFLINE = True
     hub.fetch.cache_clear()
     assert find_weights(NAME).is_dir() and find_weights(f"{NAME}@v2").is_dir()
-    message = "not on disk, and not in the hub's cache either, while HF_HUB_OFFLINE is set"
-    refused(f"{message}.*hf download somebody/other", "somebody/other")
+    offline = "read as a name, not in the hub's cache, while HF_HUB_OFFLINE=1 is set"
+    refused(f"not on disk .* {offline}.*hf download somebody/other", "somebody/other")
     refused("weights .pytorch_model.bin. are pickled", "somebody/pickled")
-    with pytest.raises(ValueError, match="vae.from_pretrained 'nobody/vae', .*hub's cache"):
+    with pytest.raises(ValueError, match=f"vae.from_pretrained 'nobody/vae', .*{offline}"):
         PretrainedFiles("nobody/vae", "vae")
 
 
@@ -244,11 +252,37 @@ def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for path in ("nowhere", "/a/b", "./a/b", "../a/b", "~/a", "a b/c", "a/b@"):
         assert HubName.of_missing(path) is None
 
-    # A mistyped path of a run's folder is not asked of the hub.
-    (tmp_path / "outputs").mkdir()
+
+def test_a_mistyped_path_is_reported_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever weights are named: what is missing where, the nearest names, then the hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output").mkdir()
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(hub, "answers", lambda: False)
+    hub.fetch.cache_clear()
+    readers = (find_weights, open_adapters, partial(PretrainedFiles, key="vae"))
+    there = f"which is not on disk .{tmp_path} has no 'outputs', nearest: output. and, read as a "
+    there += "name, not in the hub's cache, while the hub cannot be reached; expected"
+    for read in readers:
+        with pytest.raises(ValueError, match=f"'outputs/typo', {there}"):
+            read("outputs/typo")
+
+    # In a folder that exists, it is not asked of the hub.
+    for name in ("first", "demo", ".hidden"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
     monkeypatch.setattr(hub, "answers", lambda: pytest.fail("asked the hub"))
-    with pytest.raises(ValueError, match="'outputs/nothing', which is not on disk.*no folder here"):
-        find_weights("outputs/nothing")
+    for path in ("outputs/fist", "./outputs/fist", str(tmp_path / "outputs" / "fist" / "step_3")):
+        for read in (
+            *readers,
+            partial(find_checkpoint, tmp_path),
+            OpenSoraPipeline.from_pretrained,
+        ):
+            with pytest.raises(ValueError, match=f".{tmp_path}/outputs has no 'fist', nearest: fi"):
+                read(path)
+    with pytest.raises(ValueError, match=r"has no 'weights.pt'\); expected a file, a folder, or"):
+        find_weights("weights.pt")
 
 
 def test_exported_weights_have_a_model_card(place: Path, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_resume_with_another_number_of_processes(
         (["batch_size=15"], None, "got 14 clips and batch_size 15"),
         (["precision=fp16"], None, "got precision 'fp16' without CUDA"),
         (["load=nowhere"], None, "got checkpoint 'nowhere', which is not on disk"),
-        ([], "nowhere", "got checkpoint path 'nowhere', which holds no committed checkpoint"),
+        ([], "nowhere", "got checkpoint path 'nowhere', which is not on disk"),
         (["optimizer.type=HybridAdam"], None, "got optimizer.type 'HybridAdam' without CUDA"),
         (["outputs={whole}", "seed=7"], "auto", r"got seed 7 \(there 42\) to resume from"),
         (

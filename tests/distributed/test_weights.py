@@ -341,7 +341,9 @@ def test_errors_for_places_without_weights_say_what_to_do(state: State, tmp_path
     refused(
         "hf download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3"
     )
-    refused("which holds no weights", find_weights, tmp_path)
+    refused("which holds no weights;", find_weights, tmp_path)
+    (tmp_path / "train.log").touch()
+    refused("weights yet, since its training has saved no checkpoint", find_weights, tmp_path)
     (tmp_path / "adapter_config.json").touch()
     refused("which holds LoRA adapters", find_weights, tmp_path)
     (tmp_path / "adapter_config.json").unlink()

@@ -6,6 +6,7 @@ The environment sees the packages of the tests, but not the checkout.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -118,6 +119,12 @@ def test_a_project_runs_from_the_wheel(environment: Path, tmp_path: Path) -> Non
     run = project / "outputs" / "first"
     assert "dp_size 1 x sp_size 2" in printed and "finished: 60 of 60 steps" in printed
     assert len(list((run / "samples").glob("*.mp4"))) == 3
+
+    # In the folder of the shell that started run.sh, which is not the project's.
+    (sample,) = re.findall("sample from it: (.*)", printed)
+    short = " --num-sampling-steps 1 --outputs once"
+    called("sh", "-c", sample + short, folder=tmp_path, PATH=path)
+    assert len(list((project / "once").glob("*.mp4"))) == 1
 
     settings["PET_MASTER_PORT"] = str(free_port())
     resumed = called(project / "run.sh", folder=tmp_path, **settings)

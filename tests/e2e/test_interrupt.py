@@ -12,6 +12,7 @@ import pytest
 from elastic_jobs import ElasticJob
 from jobs import FOR_LONG, Job, assert_stopped_well, command_of, started_ranks
 from polling import wait_until
+from runs import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,8 @@ def assert_interrupted(job: Job, launcher: str) -> int:
     """
     step = assert_stopped_well(job, "SIGINT")
     (line,) = [line for line in job.text.splitlines() if "resume with: " in line]
-    command = line.partition("resume with: ")[2]
+    there, command = line.partition("resume with: ")[2].split(" && ")
+    assert there == f"cd {ROOT}", line
     assert command.startswith(f"{launcher} --nproc_per_node 2 --master_port "), line
     assert (
         f" tests/helpers/planted_faults.py {job.config} --cfg-options outputs={job.outputs} "

@@ -6,15 +6,17 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
-from runs import TRAIN, run, write_toy_set
+from runs import ROOT, TRAIN, run, write_toy_set
 
 from opensora_sp import cli, error_file
+from opensora_sp.config import load_train_config
 from opensora_sp.console import report_errors
 from opensora_sp.error_file import write_error_file
-from opensora_sp.training.ending import advice_for_long_steps
+from opensora_sp.training.ending import advice_for_long_steps, conclude
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
 
@@ -84,11 +86,37 @@ def test_a_run_ends_with_steps_time_losses_checkpoint_and_the_command_to_sample(
     )
     assert checkpoint == f"checkpoint: {run_dir / 'step_00000003'}"
 
-    command = shlex.split(sample.removeprefix("sample from it: "))
+    there, command = sample.removeprefix("sample from it: ").split(" && ")
+    assert there == f"cd {ROOT}"
+    command = shlex.split(command)
     assert command[:2] == ["opensora-sp", "sample"] and command[-2:] == ["--prompt", "TEXT"]
     found = run("-m", "opensora_sp.cli", *command[1:], "--num-sampling-steps", "1", "--seed", "1")
     assert found.returncode == 0 and "\r" not in found.stdout + found.stderr, found.stderr
     assert len(list((run_dir / "samples").glob("*.mp4"))) == 1
+
+
+def test_the_command_to_sample_can_be_pasted_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shell from which ``my_project/run.sh`` was started is not in the project."""
+    project, command = tmp_path / "my project", tmp_path / "bin" / "opensora-sp"
+    run_dir = project / "outputs" / "first"
+    run_dir.mkdir(parents=True)
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
+    command.chmod(0o755)
+    (project / "config.py").write_text(TRAIN.format(manifest="clips.csv"))
+
+    monkeypatch.chdir(project)
+    with caplog.at_level("INFO"):
+        conclude(load_train_config("config.py"), run_dir.relative_to(project), 1.0, 2.0)
+    pasted = caplog.messages[-1].removeprefix("sample from it: ")
+    path = f"{command.parent}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["sh", "-c", pasted], cwd="/", env={"PATH": path}, capture_output=True, text=True
+    )
+    expected = "sample outputs/first/sample.py --ckpt outputs/first --prompt TEXT"
+    assert ran.stdout.splitlines() == [str(project), *expected.split()], ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import opensora_sp
 from opensora_sp.cli import COMMANDS, main
 from opensora_sp.cli.fitted import check_out
 from opensora_sp.config import load_train_config
@@ -27,6 +28,12 @@ def printed_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_help_lists_the_usual_path_first(capsys: pytest.CaptureFixture[str]) -> None:
     listed = re.findall(r"^    ([a-z]+)(?= |$)", printed_help(capsys), re.MULTILINE)
     assert listed[: len(USUAL_PATH)] == USUAL_PATH and listed == list(COMMANDS)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"opensora-sp {opensora_sp.__version__}\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

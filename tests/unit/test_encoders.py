@@ -359,8 +359,8 @@ def test_missing_weights_name_the_local_folder_way(
     ):
         cls(str(tmp_path))
     monkeypatch.setattr(hub, "answers", lambda: False)
-    there = f"got {key}.from_pretrained 'nobody/nothing', which is no folder here, .*"
-    there += "the hub cannot be reached"
+    there = f"got {key}.from_pretrained 'nobody/nothing', which is not on disk .*"
+    there += "not in the hub's cache, while the hub cannot be reached"
     with pytest.raises(ValueError, match=rf"{there}.* set {key}.from_pretrained to a folder"):
         cls("nobody/nothing")
 

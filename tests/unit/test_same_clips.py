@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -163,4 +165,5 @@ def test_accepting_new_data_takes_a_run_to_resume(
     # A checkpoint of the run has the new clips, so the next start need not accept them again.
     command = ["torchrun", "scripts/train.py", "c.py", "--resume", "x", "--accept-new-data"]
     monkeypatch.setattr(ending, "_command_of_launcher", lambda: command)
-    assert ending.command_to_resume() == "torchrun scripts/train.py c.py --resume auto"
+    resumed = f"cd {shlex.quote(os.getcwd())} && torchrun scripts/train.py c.py --resume auto"
+    assert ending.command_to_resume() == resumed

@@ -20,7 +20,7 @@ from typing import Any
 import diffusers
 
 from opensora_sp.checkpoint import new_folder, save_pretrained
-from opensora_sp.checkpoint.hub import HubName, Kind, fetch
+from opensora_sp.checkpoint.hub import HubName, Kind, describe_missing, fetch
 from opensora_sp.config import build_component
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
@@ -64,8 +64,9 @@ class PipelineFolder:
             path = fetch(name_on_hub, kind=ON_HUB, more=files)
         index_path = Path(path, INDEX)
         if not index_path.is_file():
+            missing = "" if Path(path).exists() else f" ({describe_missing(path)})"
             raise ValueError(
-                f"got {str(path)!r}, which has no {INDEX}; expected the folder of an "
+                f"got {str(path)!r}, which has no {INDEX}{missing}; expected the folder of an "
                 f"{PIPELINE}; write one with opensora-sp convert CKPT FOLDER --to diffusers "
                 "--config CONFIG, or pass a name on the hub, whose first part is no folder here"
             )

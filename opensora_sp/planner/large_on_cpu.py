@@ -1,0 +1,85 @@
+"""A warning, before weights are loaded, where a large model is about to run on CPUs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from opensora_sp.config import InferenceConfig, TrainConfig, build_component
+from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.parallel import SequenceMesh
+from opensora_sp.parallel.cost_model import CPU
+
+from .batches import batches_by_name
+from .memory import ModelSizes, Persistent
+from .run_estimator import RunEstimator
+
+logger = logging.getLogger(__name__)
+LARGE = 100e6
+"""Parameters: fewer than any released model has (STDiT-XL/2: 600 M), more than demos on CPUs."""
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
+
+
+def warn_if_large_on_cpu(
+    cfg: TrainConfig | InferenceConfig, device: torch.device, mesh: SequenceMesh
+) -> None:
+    """Log what to expect of a model of at least ``LARGE`` parameters on a CPU, and what to use.
+
+    The time is that of the model in fp32 (``CostModel``), without encoders.
+    """
+    spec = cfg.model_spec
+    if device.type != "cpu" or ModelSizes.of(spec.name, spec.config).total < LARGE:
+        return
+
+    run = RunEstimator(_on_cpu(cfg, mesh), mesh.world_size, None, "cpu", None, mesh.ranks_per_node)
+    logger.warning(
+        "%s has %.0f M parameters, and torch sees no GPU: expect at least %s, and in each process "
+        "%.1f GB of memory for %s; run it on GPUs (opensora-sp doctor reports what is wrong if "
+        "there are some), or begin with the small model of opensora-sp init",
+        run.name,
+        run.sizes.total / 1e6,
+        _expected_time(run),
+        _persistent(run).total / 1e9,
+        "weights and optimizer" if run.training else "the weights",
+    )
+
+
+def _on_cpu(
+    cfg: TrainConfig | InferenceConfig, mesh: SequenceMesh
+) -> TrainConfig | InferenceConfig:
+    """The config with a CPU's rates, unless it names some; for sampling with the chosen degree."""
+    update: dict[str, Any] = {"cost_model": cfg.cost_model or CPU.name}
+    if isinstance(cfg, InferenceConfig):
+        update["sp_size"] = mesh.sp_size
+    return cfg.model_copy(update=update)
+
+
+def _persistent(run: RunEstimator) -> Persistent:
+    return run.persistent if run.training else Persistent.sampling(run.sizes, run.dtype.itemsize)
+
+
+def _expected_time(run: RunEstimator) -> str:
+    """Time of a training step of the largest bucket, or of the steps of a batch of videos."""
+    seconds = 0.0
+    for spec in batches_by_name(run.cfg).values():
+        # Where a batch size is chosen later, one clip is counted.
+        num_samples, *shape = run.latents(spec)
+        latents = (max(1, num_samples), *shape)
+        seconds = max(seconds, run.seconds(latents, run.ranks, run.lowest_levels[0]))
+
+    # The preset is of one thread.
+    seconds *= run.micro_batches / torch.get_num_threads()
+    if not isinstance(run.cfg, InferenceConfig):
+        return f"{_in_words(seconds)} a step"
+    steps = build_component(run.cfg.scheduler, SCHEDULERS).num_sampling_steps
+    return f"{_in_words(seconds * steps * run.cfg.loop)} for each batch of videos"
+
+
+def _in_words(seconds: float) -> str:
+    """For example ``3.2 hours``."""
+    for unit, length in UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds / length:.2g} {unit}"
+    return f"{seconds:.0f} seconds"
