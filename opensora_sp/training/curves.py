@@ -33,7 +33,7 @@ def picture(title: str, runs: Sequence[RunRecord]) -> str:
     axes.set(xlabel="optimizer step")
     axes.grid(alpha=0.3)
     for number, run in enumerate(runs):
-        # Ten colors are easy to tell apart; of more, neighbours are alike, but none is the same.
+        # Ten colors are distinct; among more, neighbours are alike, but no two are the same.
         color = f"C{number}" if len(runs) <= 10 else to_hex(spectrum(number / len(runs)))
         CURVES[title](axes, run, color)
     axes.set(title=title, ylabel="")

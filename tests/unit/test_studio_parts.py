@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ from opensora_sp.sampling.session import Session, serve
 from opensora_sp.studio import UPLOADS, views
 from opensora_sp.studio.folders import Folders
 from opensora_sp.studio.jobs import Job, Queue, work_of
+from opensora_sp.training.curves import picture
 from opensora_sp.training.report import RunRecord
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"
@@ -446,8 +448,10 @@ def test_curves_of_empty_torn_and_many_runs(tmp_path: Path) -> None:
     assert "alt='training loss'" not in views.curves([nan])
     assert "alt='held-out loss by timestep'" in views.curves([nan])
 
-    runs = [write_run(tmp_path / f"run {number}") for number in range(30)]
-    assert views.curves(runs).count("<img") == 6
+    runs = [RunRecord.read(write_run(tmp_path / f"run {number}")) for number in range(30)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of matplotlib, where the legend leaves no room for curves
+        assert "<img" in picture("training loss", runs)
 
 
 def test_a_preview_that_fails_is_the_last_one_and_the_video_goes_on(
