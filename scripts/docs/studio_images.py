@@ -51,6 +51,9 @@ def take(browser: Any, address: str, args: argparse.Namespace) -> None:
     page.get_by_role("button", name="Sample").click()
     page.locator("[role=status]").filter(has_text="done").wait_for()
     page.wait_for_timeout(5000)  # until the player hides its controls
+    # In the middle of the way, not where it begins anew.
+    time = "document.querySelector('#shown video').currentTime"
+    page.wait_for_function(f"0.4 < {time} && {time} < 0.5")
     page.screenshot(path=args.into / "studio.png")
 
     page.get_by_role("tab", name="Runs").click()
