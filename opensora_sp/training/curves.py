@@ -40,9 +40,9 @@ def picture(title: str, runs: Sequence[RunRecord]) -> str:
     labels = len(axes.get_legend_handles_labels()[0])
     if labels == 0:
         return ""
-    axes.legend(fontsize="small")
+    legend = axes.legend(fontsize="small")
     if labels > INSIDE:
-        axes.get_legend().remove()
+        legend.remove()
     if INSIDE < labels <= BELOW:
         figure.set_figheight(3.2 + 0.1 * labels)
         figure.legend(loc="outside lower center", ncols=2, fontsize="x-small")

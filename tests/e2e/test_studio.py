@@ -347,12 +347,17 @@ def test_controls_have_names_and_texts_contrast(studio: Studio) -> None:
     page.keyboard.press("Space")
 
 
-def test_uploads_are_limited_to_images_and_videos(studio: Studio, tmp_path: Path) -> None:
+def test_uploads_are_images_and_videos_of_limited_size(studio: Studio, tmp_path: Path) -> None:
     page = studio.page()
     page.get_by_role("button", name="References and LoRA").click()
     (tmp_path / "a.txt").write_text("text")
     page.locator("input[type=file]").set_input_files(tmp_path / "a.txt")
     page.get_by_text("Invalid file type only image,video allowed").wait_for()
+
+    with (tmp_path / "big.mp4").open("wb") as file:
+        file.truncate(2 * 10**9)
+    page.locator("input[type=file]").set_input_files(tmp_path / "big.mp4")
+    page.get_by_text("exceed the maximum allowed size").wait_for()
 
     Image.new("RGB", (24, 28), "red").save(tmp_path / "a.png")
     page.locator("input[type=file]").set_input_files(tmp_path / "a.png")
