@@ -20,11 +20,12 @@ KEPT = (3600, 24 * 3600)  # seconds between two looks at uploads, and that they 
 CSS = """
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
-.curves img, .row video, .row img { width: 100%; } video, img { max-width: 100%; }
-#shown video, #shown img, #progress img { width: 24rem; } #metadata span { color: inherit; }
-body:not(.dark) { --color-accent: var(--primary-600); --input-placeholder-color: #6b7280; }
-.gradio-container { --button-primary-background-fill: #1d4ed8; } .or { color: inherit !important; }
-progress { width: 100%; } pre[role=alert] { color: var(--error-text-color); white-space: pre-wrap; }
+progress, .curves img, .row video, .row img { width: 100%; } video, img { max-width: 100%; }
+#shown video, #shown img, #progress img { width: 24rem; } .or { color: inherit !important; }
+pre[role=alert] { color: var(--error-text-color); white-space: pre-wrap; overflow-wrap: anywhere; }
+body:not(.dark) { --color-accent: #2563eb; --button-primary-background-fill: #1d4ed8; }
+body:not(.dark) { --input-placeholder-color: #6b7280; } .dark { --input-placeholder-color: #aaa; }
+#metadata span { color: inherit; }
 """
 # Config key -> label, and an example.
 FIELDS = {
@@ -40,8 +41,7 @@ FIELDS = {
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:
     """The page over these folders and this queue."""
-    page = gr.Blocks(title="opensora-sp studio", analytics_enabled=False, delete_cache=KEPT)
-    with page:
+    with gr.Blocks(title="opensora-sp studio", analytics_enabled=False, delete_cache=KEPT) as page:
         gr.Markdown("# opensora-sp studio")
         with gr.Tab("Sample"):
             _sampling(folders, queue, page)

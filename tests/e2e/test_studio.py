@@ -330,8 +330,11 @@ def test_controls_have_names_and_texts_contrast(studio: Studio) -> None:
         found = [(one["role"]["value"], one.get("name", {}).get("value")) for one in shown]
         # Icons are images without a name, inside of buttons that have one.
         assert not [one for one in found if one[0] in CONTROLS[:-1] and not one[1]]
-        faint, count = page.evaluate(FAINT)
-        assert faint == [] and count > 100
+        for scheme in ("dark", "light"):
+            page.evaluate("dark => document.body.classList.toggle('dark', dark)", scheme == "dark")
+            page.wait_for_timeout(500)
+            faint, count = page.evaluate(FAINT)
+            assert faint == [] and count > 100, scheme
         return [name for role, name in found if role in CONTROLS]
 
     fields = {"Checkpoint", "Prompt", "Negative prompt", "Size", "Seed", "History", "sample"}
