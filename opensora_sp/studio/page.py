@@ -41,7 +41,8 @@ FIELDS = {
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:
     """The page over these folders and this queue."""
-    with gr.Blocks(title="opensora-sp studio", analytics_enabled=False, delete_cache=KEPT) as page:
+    page = gr.Blocks(title="opensora-sp studio", analytics_enabled=False, delete_cache=KEPT)
+    with page:
         gr.Markdown("# opensora-sp studio")
         with gr.Tab("Sample"):
             _sampling(folders, queue, page)
