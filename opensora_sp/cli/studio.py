@@ -44,6 +44,12 @@ def run(args: argparse.Namespace) -> None:
     check_extra("studio", "gradio", setting="opensora-sp studio", instead=instead)
     if args.nproc < 1:
         raise ValueError(f"got --nproc {args.nproc}; expected at least 1; raise it")
+    for folder in args.runs:
+        if not Path(folder).is_dir():
+            raise ValueError(
+                f"got {folder!r}, which is no folder; expected one that holds runs; pass the "
+                "outputs of trainings"
+            )
 
     # Before Gradio and torch are imported, here and in the ranks: nothing asks another machine.
     os.environ |= {
@@ -54,8 +60,10 @@ def run(args: argparse.Namespace) -> None:
     if args.nproc > 1:
         # As torchrun does.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from opensora_sp.data.atomic import check_writable
     from opensora_sp.studio.folders import Folders
     from opensora_sp.studio.server import run as serve
 
+    check_writable(Path(args.outputs), "--outputs")
     folders = Folders.of(args.runs, args.outputs)
     serve(folders, nproc=args.nproc, host=args.host, port=args.port, token=args.token)

@@ -24,7 +24,7 @@ from .store_server import StoreServer
 HOST = "127.0.0.1"
 INTERVAL = 0.2  # seconds between two looks at whether to cancel
 STORE_TIMEOUT = 300.0  # seconds that the store waits for a name
-EXIT_TIMEOUT = 2.0  # seconds for ranks to end by themselves after one of them has
+EXIT_TIMEOUT = 5.0  # seconds for ranks to end by themselves after one of them has
 FAILED = "failed"
 
 
@@ -178,6 +178,8 @@ def _enter(
         is_explained = isinstance(error, ValueError)
         text = f"got {type(error).__name__} on rank {launch['RANK']} ({error}); expected its work "
         text += f"to end without; look at {log}, ask for less, or try again"
-        with suppress(OSError):
-            pipe.send((FAILED, str(error) if is_explained else text))
+        # Where another rank has failed first, only that one says why.
+        if not getattr(error, "is_consequence", False):
+            with suppress(OSError):
+                pipe.send((FAILED, str(error) if is_explained else text))
         raise

@@ -237,6 +237,7 @@ class Watchdog:
         if is_same and self._rank and not (all_know and isinstance(error, ValueError)):
             logger.error("%s", own)
         error.is_logged = True  # type: ignore[attr-defined]
+        error.is_consequence = not is_same  # type: ignore[attr-defined]
 
     def _leave_with_all(self) -> None:
         """Mark this rank as having left. Rank 0 hosts the store, so it leaves last."""

@@ -39,6 +39,7 @@ PREVIEW_SHARE, PREVIEW_SIDE = 0.1, 320
 # Keys of a config by which the model and its encoders are loaded, beside the path of the weights.
 LOADED = {"model", "vae", "text_encoder", "precision", "use_ema", "convert", "lora", "kernels"}
 LOADED |= {"compile", "sequence_parallel", "cost_model"}
+UNWRITTEN = "got {} while the video was written; expected none; free space in {}, or try again"
 
 
 class RequestCancelledError(Exception):
@@ -72,7 +73,8 @@ def serve(pipe: Connection) -> None:
     """Sample each ``Work`` that comes through the pipe, until it is closed. Collective.
 
     Rank 0 answers with ``("step", done, of all, PNG or b"")`` after each step, then with ``("done",
-    path of the video)``, or ``("cancelled",)`` where None came meanwhile.
+    path of the video)``, ``("cancelled",)`` where None came meanwhile, or ``("error", text)`` where
+    the video cannot be written. Ranks and model live on after each of them.
     """
     with raise_on_all_ranks():
         pass
@@ -110,9 +112,15 @@ class Session:
             folder = Path(work.cfg.outputs)
             parts = pipeline.looped(batch, edit_step=steps.after)
 
-            folder.mkdir(parents=True, exist_ok=True)
-            written = write_batch(pipeline, batch, parts, self.mesh, folder, digest)
+            errors = list[str]()
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:  # writing fails as well, and with a less clear message
+                errors.append(f"{type(error).__name__}: {error}")
+            written = write_batch(pipeline, batch, parts, self.mesh, folder, digest, errors)
             answer = ("done", *map(str, written))
+            if errors:
+                answer = ("error", UNWRITTEN.format(errors[0], folder.parent))
         if self.mesh.rank == 0:
             self.pipe.send(answer)
 

@@ -26,13 +26,7 @@ class Folders:
 
     @classmethod
     def of(cls, runs: Sequence[str], outputs: str) -> Folders:
-        """Make the folder of outputs; raise ValueError unless those of runs exist."""
-        for folder in runs:
-            if not Path(folder).is_dir():
-                raise ValueError(
-                    f"got {folder!r}, which is no folder; expected one that holds runs; pass the "
-                    "outputs of trainings"
-                )
+        """Make the folder of outputs, if need be."""
         Path(outputs).mkdir(parents=True, exist_ok=True)
         return cls(tuple(Path(folder).resolve() for folder in runs), Path(outputs).resolve())
 

@@ -23,9 +23,14 @@ from .folders import SAMPLING, Folders
 
 @dataclass(eq=False)
 class Job:
-    """One video to sample, and what has become of it, which the queue's thread writes."""
+    """One video to sample, and what has become of it.
 
-    work: Work
+    Attributes:
+        values: see ``work_of``, which makes ``work`` of them.
+    """
+
+    values: Mapping[str, Any]
+    work: Work | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     state: Literal["waiting", "running", "done", "cancelled", "failed"] = "waiting"
     steps: tuple[int, int] = (0, 0)  # done, of all
@@ -36,6 +41,12 @@ class Job:
     @property
     def has_ended(self) -> bool:
         return self.state not in ("waiting", "running")
+
+    def cancel(self) -> None:
+        """At any time: while it is checked, waits or runs, or for nothing once it has ended."""
+        self.cancelled.set()
+        if self.state == "waiting":
+            self.state = "cancelled"
 
 
 def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs: Path) -> Work:
@@ -50,6 +61,9 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
         OSError: where a file has been removed meanwhile.
     """
     given = {key: value for key, value in values.items() if value}
+    for key, name in (("ckpt", "checkpoint"), ("prompt", "prompt")):
+        if not given.get(key, "").strip():
+            raise ValueError(f"got no {name}; expected one; choose or type it")
     checkpoint = folders.checked(given.get("ckpt", ""), executed=True)
     sources = [parse_source(source) for source in given.get("lora", ())]
     adapters = [(folders.checked(path, executed=True), scale) for path, scale in sources]
@@ -57,13 +71,10 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     beside = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
     config = next((path / SAMPLING for path in beside if (path / SAMPLING).is_file()), None)
     if config is None:
-        raise ValueError(
-            f"got checkpoint {str(checkpoint)!r} without {SAMPLING}; expected a run, or weights "
-            f"with a sampling config beside them; write one there, named {SAMPLING}"
-        )
-    prompt = given.pop("prompt", "").strip()
+        raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
+    prompt = given.pop("prompt").strip()
     given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
-    given |= dict(prompts=[{"prompt": prompt}] if prompt else [], prompt_path=None, num_samples=1)
+    given |= dict(prompts=[{"prompt": prompt}], prompt_path=None, num_samples=1)
     given |= dict(outputs=str(outputs), format="mp4", sp_size=nproc)
     cfg = load_inference_config(folders.checked(config, executed=True), values=given)
 
@@ -81,7 +92,7 @@ class Queue:
     """Samples one job at a time, in a thread of its own.
 
     Attributes:
-        jobs: those that have not ended, in their order.
+        jobs: those that have had no turn yet, in their order, and the one that runs.
     """
 
     def __init__(self, folders: Folders, ranks: LocalRanks) -> None:
@@ -89,31 +100,37 @@ class Queue:
         self._waiting, self._numbers = queue.SimpleQueue[Job](), itertools.count()
         threading.Thread(target=self._run, name="queue", daemon=True).start()
 
-    def submit(self, values: Mapping[str, Any]) -> Job:
-        """Raises ValueError and OSError for what cannot be sampled; see ``work_of``."""
+    def submit(self, job: Job) -> None:
+        """Check a job, which fails where ``work_of`` raises, or else waits."""
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{next(self._numbers):03d}"
-        outputs = self.folders.outputs / f"{name}-{file_name(values.get('prompt', ''))}"
-        job = Job(work_of(values, self.folders, nproc=self.ranks.nproc, outputs=outputs))
+        outputs = self.folders.outputs / f"{name}-{file_name(job.values.get('prompt', ''))}"
+        try:
+            job.work = work_of(job.values, self.folders, nproc=self.ranks.nproc, outputs=outputs)
+        except (ValueError, OSError) as error:
+            job.error, job.state = str(error), "failed"
         self.jobs.append(job)
         self._waiting.put(job)
-        return job
+
+    def ahead_of(self, job: Job) -> int:
+        """How many living jobs come before this one."""
+        return [one for one in (*self.jobs, job) if one is job or not one.has_ended].index(job)
 
     def _run(self) -> None:
         while True:
             job = self._waiting.get()
             try:
-                job.state = "cancelled" if job.cancelled.is_set() else self._sample(job)
+                if not job.has_ended:
+                    job.state = "running"
+                    self._sample(job)
             except Exception as error:
                 job.error, job.state = str(error), "failed"
             self.jobs.remove(job)
 
-    def _sample(self, job: Job) -> Literal["done", "cancelled"]:
+    def _sample(self, job: Job) -> None:
         def on_step(done: int, total: int, preview: bytes) -> None:
             job.steps, job.preview = (done, total), preview or job.preview
 
-        job.state, is_cancelled = "running", job.cancelled.is_set
-        kind, *paths = self.ranks.run(job.work, on_step=on_step, is_cancelled=is_cancelled)
-        if kind == "cancelled":
-            return "cancelled"
-        job.video = Path(paths[0])
-        return "done"
+        kind, *found = self.ranks.run(job.work, on_step=on_step, is_cancelled=job.cancelled.is_set)
+        if kind == "error":
+            raise ValueError(found[0])
+        job.video, job.state = Path(found[0]) if found else None, kind

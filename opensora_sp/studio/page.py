@@ -18,27 +18,25 @@ from .jobs import Job, Queue
 POLL, REFRESH = 0.3, 3.0  # seconds between two looks at a job, and at runs
 KEPT = (3600, 24 * 3600)  # seconds between two looks at uploads, and that they are kept
 CSS = """
-.curves { display: grid; gap: 0.5rem; }
-.curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
-.curves img, .row video, .row img { width: 100%; } video, img { max-width: 100%; }
-#shown video, #shown img, #progress img { width: 24rem; }
-#metadata { max-height: 24rem; overflow: auto; }
-progress { width: 100%; } pre[role=alert] { color: #d01030; white-space: pre-wrap; }
+progress, .curves img, .row video, .row img { width: 100%; } video, img { max-width: 100%; }
+#shown video, #shown img, #progress img { width: 24rem; } .or { color: inherit !important; }
+pre[role=alert] { color: var(--error-text-color); white-space: pre-wrap; overflow-wrap: anywhere; }
+body:not(.dark) { --color-accent: #2563eb; --button-primary-background-fill: #1d4ed8; }
+body:not(.dark) { --input-placeholder-color: #6b7280; } .dark { --input-placeholder-color: #aaa; }
+#metadata span { color: inherit; }
 """
 # Config key -> label, and an example.
 FIELDS = {
-    "prompt": ("Prompt", ""),
-    "negative_prompt": ("Negative prompt", ""),
     "resolution": ("Size", "128x192"),
     "aspect_ratio": ("Aspect ratio", "9:16"),
     "num_frames": ("Frames", "16 or 2s"),
+    "fps": ("FPS", "24"),
     "scheduler.num_sampling_steps": ("Steps", "30"),
     "scheduler.cfg_scale": ("Guidance", "7.0"),
     "seed": ("Seed", "42"),
-    "mask_strategy": ("Mask strategy: where frames of the references are placed", "0,0,0,0,1,0"),
 }
-WIDE = ("prompt", "negative_prompt", "mask_strategy")
 
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:
@@ -56,45 +54,42 @@ def build(folders: Folders, queue: Queue) -> gr.Blocks:
 def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
     own, fields = gr.State(None), dict[str, Any]()
     with gr.Row():
-        with gr.Column(), gr.Group():
-            fields["ckpt"] = _chooser("Checkpoint", folders.weights(), folders)
-            with gr.Row():
-                for key, (label, example) in FIELDS.items():
-                    width = 500 if key in WIDE else 120
-                    options: dict[str, Any] = dict(min_width=width, placeholder=example)
-                    fields[key] = gr.Textbox(label=label, lines=1, max_lines=1, **options)
-            fields["reference_path"] = gr.File(
-                label="References", file_count="multiple", file_types=["image", "video"], height=110
-            )
-            fields["lora"] = _chooser("LoRA: PATH or PATH:SCALE", [], folders, multiselect=True)
-            with gr.Row():
-                start = gr.Button("Sample", variant="primary")
-                cancel = gr.Button("Cancel", variant="stop")
         with gr.Column():
-            state, shown = gr.HTML(elem_id="progress"), gr.HTML(elem_id="shown")
+            fields["ckpt"] = _chooser("Checkpoint", folders.weights(), folders)
+            fields["prompt"] = _text("Prompt", "a red circle moving left on a white background")
+            fields["negative_prompt"] = _text("Negative prompt", "what the video should not show")
+            with gr.Row():
+                fields |= {key: _text(*texts, min_width=120) for key, texts in FIELDS.items()}
+            with gr.Accordion("References and LoRA", open=False):
+                files: dict[str, Any] = dict(file_count="multiple", file_types=["image", "video"])
+                fields["reference_path"] = gr.File(label="References", height=150, **files)
+                fields["mask_strategy"] = _text("Mask strategy: frames they set", "0,0,0,0,1,0")
+                fields["lora"] = _chooser("LoRA: PATH or PATH:SCALE, several with ;", [], folders)
+            with gr.Row():
+                start, cancel = gr.Button("Sample", variant="primary"), gr.Button("Cancel")
+        with gr.Column():
+            state, shown = gr.HTML(views.IDLE, elem_id="progress"), gr.HTML(elem_id="shown")
             history = _chooser("History", [], folders)
-            metadata = gr.JSON(label="Metadata", elem_id="metadata")
+            metadata = gr.JSON(label="Metadata", elem_id="metadata", max_height=384)
 
     async def sample(*texts: Any) -> AsyncIterator[Any]:
         values = dict(zip(fields, texts, strict=True))
         values["reference_path"] = ";".join(values["reference_path"] or ())
+        values["lora"] = [one.strip() for one in (values["lora"] or "").split(";") if one.strip()]
+        job = Job(values)
         try:
-            job = await asyncio.to_thread(queue.submit, values)
-        except (ValueError, OSError) as error:
-            yield None, views.alert(error), gr.skip(), gr.skip(), gr.skip()
-            return
-        try:
+            # It can be cancelled meanwhile.
+            yield job, views.progress(job), *[gr.skip()] * 3
+            await asyncio.to_thread(queue.submit, job)
             while not job.has_ended:
-                ahead = [*queue.jobs, job].index(job)
-                yield job, views.progress(job, ahead), gr.skip(), gr.skip(), gr.skip()
+                yield job, views.progress(job, queue.ahead_of(job)), "", None, gr.skip()
                 await asyncio.sleep(POLL)
         finally:
             # Nobody else can cancel it once the tab is closed.
-            job.cancelled.set()
-        found = show(None if job.video is None else str(job.video))
-        yield None, views.progress(job), *found, listed(folders.history())
+            job.cancel()
+        yield None, views.progress(job), *show(job.video), listed(folders.history())
 
-    def show(path: str | None) -> tuple[Any, Any]:
+    def show(path: str | Path | None) -> tuple[Any, Any]:
         if not path:
             return gr.skip(), gr.skip()
         try:
@@ -112,18 +107,18 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
     inputs, outputs = list(fields.values()), [own, state, shown, metadata, history]
     events, quiet = [start.click, fields["prompt"].submit], "hidden"
     gr.on(events, sample, inputs, outputs, concurrency_limit=None, show_progress=quiet)
-    cancel.click(_cancel, own, None, show_progress=quiet, queue=False)
+    cancel.click(lambda job: job and job.cancel(), own, None, show_progress=quiet, queue=False)
     history.input(show, history, [shown, metadata], show_progress=quiet)
     page.load(refresh, None, [fields["ckpt"], fields["lora"], history], show_progress=quiet)
 
 
-def _cancel(job: Job | None) -> None:
-    if job is not None:
-        job.cancelled.set()
+def _text(label: str, example: str, **options: Any) -> gr.Textbox:
+    return gr.Textbox(label=label, placeholder=example, lines=1, max_lines=1, **options)
 
 
 def _training(folders: Folders, page: gr.Blocks) -> None:
-    runs = _chooser("Runs", folders.trained(), folders, multiselect=True, elem_id="runs")
+    names = _names(folders.trained(), folders)
+    runs = gr.CheckboxGroup(names, value=[path for _, path in names[:1]], label="Runs")
     curves, videos, before = gr.HTML(), gr.HTML(), gr.State([None] * 3)
 
     def show(chosen: list[str] | None, seen: list[Any]) -> list[Any]:
@@ -136,7 +131,7 @@ def _training(folders: Folders, page: gr.Blocks) -> None:
         found = [choices, views.changes([str(path) for path in paths]), shown]
         is_new = [one != old for one, old in zip(found, seen, strict=True)]
         return [
-            gr.Dropdown(choices=choices) if is_new[0] else gr.skip(),
+            gr.CheckboxGroup(choices=choices) if is_new[0] else gr.skip(),
             views.curves(paths) if is_new[1] else gr.skip(),
             shown if is_new[2] else gr.skip(),
             found,
@@ -146,12 +141,10 @@ def _training(folders: Folders, page: gr.Blocks) -> None:
     gr.on(events, show, [runs, before], [*outputs, before], show_progress="hidden")
 
 
-def _chooser(label: str, paths: Sequence[Path], folders: Folders, **options: Any) -> gr.Dropdown:
+def _chooser(label: str, paths: Sequence[Path], folders: Folders) -> gr.Dropdown:
     """A list that changes later on, or other text: whoever takes the value checks it."""
-    choices = _names(paths, folders)
-    value = [path for _, path in choices[:1]]
-    options |= dict(value=value if options.get("multiselect") else next(iter(value), None))
-    return gr.Dropdown(choices, label=label, allow_custom_value=True, interactive=True, **options)
+    options: dict[str, Any] = dict(value=str(paths[0]) if paths else None, interactive=True)
+    return gr.Dropdown(_names(paths, folders), label=label, allow_custom_value=True, **options)
 
 
 def _names(paths: Sequence[Path], folders: Folders) -> list[tuple[str, str]]:

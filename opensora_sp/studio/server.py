@@ -23,7 +23,6 @@ from .folders import MEDIA, Folders
 from .jobs import Queue
 from .page import CSS, build
 
-UPLOAD = "1gb"  # of a file, at most
 # The browser asks no other host.
 POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
 
@@ -86,9 +85,9 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
 
     # Of Gradio's own calls of Starlette.
     warnings.filterwarnings("ignore", module="gradio")
-    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    theme = gr.themes.Default(primary_hue="blue", font="system-ui", font_mono="monospace")
     page = build(folders, Queue(folders, ranks))
-    gr.mount_gradio_app(app, page, "/", max_file_size=UPLOAD, theme=theme, css=CSS, footer_links=[])
+    gr.mount_gradio_app(app, page, "/", max_file_size="1gb", theme=theme, css=CSS, footer_links=[])
     app.add_middleware(Guard, token=token, cookie=f"studio-{port}")
     sys.stdout.write(f"http://{host}:{port}/?token={quote(token, safe='')}\n")
     sys.stdout.flush()

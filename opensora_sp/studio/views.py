@@ -18,11 +18,13 @@ from .folders import modified, video_of
 from .jobs import Job
 
 COLUMNS = 8  # validations whose videos are shown
+IDLE = "<p>Choose a checkpoint, type a prompt, press Enter. Empty fields have the run's values.</p>"
 
 
 def alert(error: Exception | str) -> str:
     """An error, with a line for each of its parts."""
-    return f"<pre role='alert'>{html.escape(str(error)).replace('; ', ';<br>')}</pre>"
+    text = str(error).replace("; ", ";\n")
+    return f"<pre role='alert'>{html.escape(text)}</pre>"
 
 
 def progress(job: Job, ahead: int = 0) -> str:
@@ -30,8 +32,12 @@ def progress(job: Job, ahead: int = 0) -> str:
     if job.state == "failed":
         return alert(job.error)
     done, total = job.steps
-    running = f"step {done} of {total}" if total else "starting"
-    texts = {"running": running, "waiting": f"waiting, {ahead} before it"}
+    running = f"step {done} of {total}" if total else "loading the model"
+    if done == total > 0:
+        running = "decoding the video"
+    if job.cancelled.is_set():
+        running = "cancelling after this step"
+    texts = {"running": running, "waiting": f"waiting for {ahead} before it"}
     shown = f"<p role='status'>{texts.get(job.state, job.state)}</p>"
     if job.state == "running":
         shown += f"<progress aria-label='steps' value='{done}' max='{total or 1}'></progress>"
@@ -42,10 +48,10 @@ def progress(job: Job, ahead: int = 0) -> str:
 
 def player(path: Path) -> str:
     """A video that plays, or an image."""
-    source = f"media?path={quote(str(path))}"
+    url = f"media?path={quote(str(path))}"
     if path.suffix != ".mp4":
-        return f"<img alt='sample' src='{source}'>"
-    return f"<video controls loop muted autoplay playsinline src='{source}'></video>"
+        return f"<img alt='sample' src='{url}'>"
+    return f"<video aria-label=sample controls loop muted autoplay playsinline src='{url}'></video>"
 
 
 def changes(runs: Sequence[str]) -> list[str | int]:
@@ -61,7 +67,7 @@ def curves(runs: Sequence[Path]) -> str:
         with suppress(ValueError, OSError):  # nothing is logged yet
             records.append(RunRecord.read(run))
     if not records:
-        return "<p>Choose runs that have logged a step.</p>"
+        return "<p>Choose runs: those that have logged a step are in the list.</p>"
     with collecting_cycles():
         pictures = "".join(picture(title, records) for title in CURVES)
     return f"<div class='curves'>{pictures}</div>"

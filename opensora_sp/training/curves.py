@@ -18,21 +18,34 @@ from .report import RunRecord
 Draw = Callable[[Any, RunRecord, str], None]
 """``draw(axes, run, color)``"""
 OLDER = 8  # validations whose losses by timestep are drawn
+INSIDE, BELOW = 8, 40  # labels that a legend has at most, in the axes and below them
 
 
 def picture(title: str, runs: Sequence[RunRecord]) -> str:
-    """An HTML image of one of ``CURVES``, with a color for each run."""
+    """An HTML image of one of ``CURVES``, with a color for each run; "" if none has a curve."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
 
+    spectrum = colormaps["turbo"]
     figure = Figure(figsize=(4.8, 3.2), dpi=110, layout="constrained")
     axes, png = figure.subplots(), io.BytesIO()
     axes.set(xlabel="optimizer step")
     axes.grid(alpha=0.3)
     for number, run in enumerate(runs):
-        CURVES[title](axes, run, f"C{number}")
+        # Ten colors are distinct; among more, neighbours are alike, but no two are the same.
+        color = f"C{number}" if len(runs) <= 10 else to_hex(spectrum(number / len(runs)))
+        CURVES[title](axes, run, color)
     axes.set(title=title, ylabel="")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
+    labels = len(axes.get_legend_handles_labels()[0])
+    if labels == 0:
+        return ""
+    legend = axes.legend(fontsize="small")
+    if labels > INSIDE:
+        legend.remove()
+    if INSIDE < labels <= BELOW:
+        figure.set_figheight(3.2 + 0.1 * labels)
+        figure.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     figure.savefig(png, format="png")
     source = base64.b64encode(png.getvalue()).decode()
     return f"<img alt='{title}' src='data:image/png;base64,{source}'>"
@@ -44,7 +57,8 @@ def _loss(axes: Any, run: RunRecord, color: str) -> None:
 
 def _heldout(axes: Any, run: RunRecord, color: str) -> None:
     steps, losses = ([line[key] for line in run.validations] for key in ("step", "loss"))
-    axes.plot(steps, losses, "o-", color=color, markersize=3, label=run.folder.name)
+    if steps:
+        axes.plot(steps, losses, "o-", color=color, markersize=3, label=run.folder.name)
 
 
 def _heldout_by_timestep(axes: Any, run: RunRecord, color: str) -> None:

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 
 import psutil
 import pytest
+from PIL import Image
 from runs import ROOT, write_random_model
 from studio_runs import log_step, write_run
 
@@ -153,7 +154,7 @@ def test_a_typed_prompt_becomes_a_video_that_plays(studio: Studio, tmp_path: Pat
         if is_focused(field_of(page, "Prompt")):
             break
     page.keyboard.type("a red circle")
-    for label in ("Negative prompt", "Size", "Aspect ratio", "Frames", "Steps"):
+    for label in ("Negative prompt", "Size", "Aspect ratio", "Frames", "FPS", "Steps"):
         page.keyboard.press("Tab")
         assert is_focused(field_of(page, label)), label
     page.keyboard.type("100")
@@ -210,7 +211,7 @@ def test_two_users_wait_for_each_other(studio: Studio) -> None:
     sample(one, "first", Steps="100000")
     await_state(one, "step")
     sample(two, "second", Steps="3")
-    await_state(two, "waiting, 1 before it")
+    await_state(two, "waiting for 1 before it")
     one.get_by_role("button", name="Cancel").click()
     await_state(one, "cancelled")
     await_state(two, "done")
@@ -222,7 +223,7 @@ def test_a_closed_tab_cancels_its_request(studio: Studio) -> None:
     sample(closed, "left alone", Steps="100000")
     await_state(closed, "step")
     sample(other, "next", Steps="3")
-    await_state(other, "waiting, 1 before it")
+    await_state(other, "waiting for 1 before it")
     closed.close()
     await_state(other, "done")
 
@@ -249,7 +250,7 @@ def test_what_cannot_be_sampled_is_an_error_of_three_parts(studio: Studio, tmp_p
         ("a", {"Size": "wide"}, "'wide'"),
         ("a", {"Size": "", "Frames": "100000"}, "got clips of 100,000 frames"),
         ("a" + outside, {"Frames": ""}, "got the path"),
-        ("", {}, "got no prompts"),
+        ("", {}, "got no prompt;"),
     ):
         sample(page, prompt, **fields)
         page.get_by_role("alert").filter(has_text=message).wait_for()
@@ -272,8 +273,7 @@ def test_the_runs_tab_follows_runs_that_train(studio: Studio) -> None:
     alone = page.get_by_alt_text("training loss").get_attribute("src")
 
     changed = "old => document.querySelector('[alt=\"training loss\"]').src != old"
-    page.locator("#runs input").first.click()
-    page.get_by_role("option").filter(has_text="outputs/one").click()
+    page.get_by_role("checkbox", name="outputs/one").check()
     page.wait_for_function(changed, arg=alone)
     both = page.get_by_alt_text("training loss").get_attribute("src")
 
@@ -290,6 +290,84 @@ def test_it_fits_a_phone(studio: Studio) -> None:
         width = page.evaluate("document.scrollingElement.scrollWidth")
         assert width <= 360, tab
     assert page.get_by_role("tab", name="Runs").is_visible()
+
+
+# Texts with a contrast below WCAG's level AA.
+FAINT = """() => {
+  const numbers = color => color.match(/[\\d.]+/g).map(Number);
+  const part = x => x <= 10 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+  const behind = one => {
+    const color = one ? numbers(getComputedStyle(one).backgroundColor) : [255, 255, 255];
+    return color.length < 4 || color[3] > 0 ? color : behind(one.parentElement);
+  };
+  const faint = [];
+  for (const one of document.querySelectorAll("body *")) {
+    const isText = [...one.childNodes].some(node => node.nodeType == 3 && node.textContent.trim());
+    if (!(isText || one.placeholder) || !one.checkVisibility({visibilityProperty: true})) continue;
+    const style = getComputedStyle(one, one.placeholder ? "::placeholder" : null);
+    const lights = [light(numbers(style.color)), light(behind(one))].sort((a, b) => b - a);
+    const contrast = (lights[0] + 0.05) / (lights[1] + 0.05);
+    if (contrast < 4.5) faint.push([one.textContent || one.placeholder, contrast]);
+  }
+  return [faint, document.querySelectorAll("*").length];
+}"""
+CONTROLS = ("textbox", "listbox", "combobox", "checkbox", "button", "tab", "Video", "image")
+
+
+def test_controls_have_names_and_texts_contrast(studio: Studio) -> None:
+    """Names are those that a screen reader gets."""
+    page = studio.page()
+    sample(page, "named", Steps="3")
+    await_state(page, "done")
+    page.get_by_role("button", name="References and LoRA").press("Enter")
+    field_of(page, "LoRA: PATH or PATH:SCALE, several with ;").wait_for()
+
+    def names() -> list[str]:
+        page.wait_for_timeout(500)  # until what moves or fades has ended
+        nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+        shown = [node for node in nodes if not node["ignored"]]
+        found = [(one["role"]["value"], one.get("name", {}).get("value")) for one in shown]
+        # Icons are images without a name, inside of buttons that have one.
+        assert not [one for one in found if one[0] in CONTROLS[:-1] and not one[1]]
+        for scheme in ("dark", "light"):
+            page.evaluate("dark => document.body.classList.toggle('dark', dark)", scheme == "dark")
+            page.wait_for_timeout(500)
+            faint, count = page.evaluate(FAINT)
+            assert faint == [] and count > 100, scheme
+        return [name for role, name in found if role in CONTROLS]
+
+    fields = {"Checkpoint", "Prompt", "Negative prompt", "Size", "Seed", "History", "sample"}
+    assert fields < set(names())
+    page.get_by_role("tab", name="Runs").click()
+    page.get_by_alt_text("training loss").wait_for()
+    assert {"outputs/one", "outputs/two", "training loss"} < set(names())
+
+    # The order of the keyboard is the one of the page.
+    page.get_by_role("tab", name="Runs").focus()
+    page.keyboard.press("Tab")
+    assert is_focused(page.get_by_role("checkbox").first)
+    page.keyboard.press("Space")
+
+
+def test_uploads_are_images_and_videos_of_limited_size(studio: Studio, tmp_path: Path) -> None:
+    page = studio.page()
+    page.get_by_role("button", name="References and LoRA").click()
+    (tmp_path / "a.txt").write_text("text")
+    page.locator("input[type=file]").set_input_files(tmp_path / "a.txt")
+    page.get_by_text("Invalid file type only image,video allowed").wait_for()
+
+    with (tmp_path / "big.mp4").open("wb") as file:
+        file.truncate(2 * 10**9)
+    page.locator("input[type=file]").set_input_files(tmp_path / "big.mp4")
+    page.get_by_text("exceed the maximum allowed size").wait_for()
+
+    Image.new("RGB", (24, 28), "red").save(tmp_path / "a.png")
+    page.locator("input[type=file]").set_input_files(tmp_path / "a.png")
+    page.get_by_text("a.png").first.wait_for()
+    sample(page, "placed", Steps="3", **{"Mask strategy: frames they set": "0"})
+    await_state(page, "done")
+    page.get_by_text("input_sha256").wait_for()
 
 
 def test_nothing_is_asked_of_another_machine(studio: Studio) -> None:

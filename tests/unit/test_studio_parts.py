@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import importlib
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from PIL import Image
 from polling import wait_until
 from random_weights import draw_weights
@@ -30,11 +38,16 @@ from opensora_sp.config import load_inference_config
 from opensora_sp.data import read_video
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
+from opensora_sp.parallel import SequenceMesh, closing_process_group
+from opensora_sp.runtime import Watchdog
 from opensora_sp.runtime.local_ranks import LocalRanks
-from opensora_sp.sampling.session import serve
+from opensora_sp.sampling import session
+from opensora_sp.sampling.run import join_processes
+from opensora_sp.sampling.session import Session, serve
 from opensora_sp.studio import UPLOADS, views
 from opensora_sp.studio.folders import Folders
 from opensora_sp.studio.jobs import Job, Queue, work_of
+from opensora_sp.training.curves import picture
 from opensora_sp.training.report import RunRecord
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"
@@ -68,9 +81,6 @@ def test_paths_outside_of_the_folders_are_refused(
     ):
         with pytest.raises(ValueError, match=OUTSIDE):
             work_of(values, folders, nproc=1, outputs=folders.outputs)
-
-    with pytest.raises(ValueError, match="got 'nowhere', which is no folder"):
-        Folders.of(["nowhere"], str(tmp_path))
 
 
 @pytest.mark.parametrize("outputs", ["studio", "runs/studio"])
@@ -112,7 +122,8 @@ def test_requests_are_checked_as_those_of_the_command(trained: Path, folders: Fo
     assert work.request.seed == 7 and work.cfg.sp_size == 2 and work.cfg.format == "mp4"
 
     for change, message in (
-        ({"prompt": " "}, "got no prompts; expected at least one"),
+        ({"prompt": " "}, "got no prompt; expected one; choose or type it"),
+        ({"ckpt": None}, "got no checkpoint; expected one; choose or type it"),
         ({"resolution": "wide"}, "resolution"),
         ({"num_frames": "100000"}, "got clips of 100,000 frames of 28 x 24 pixels"),
         ({"scheduler.cfg_scale": "much"}, "cfg_scale"),
@@ -122,7 +133,8 @@ def test_requests_are_checked_as_those_of_the_command(trained: Path, folders: Fo
             work_of(good | change, folders, nproc=1, outputs=folders.outputs)
     empty = Folders.of([str(folders.outputs)], str(folders.outputs))
     with pytest.raises(ValueError, match=r"without sample\.py; expected a run"):
-        work_of({"ckpt": str(empty.outputs)}, empty, nproc=1, outputs=empty.outputs)
+        values = {"ckpt": str(empty.outputs), "prompt": "a"}
+        work_of(values, empty, nproc=1, outputs=empty.outputs)
 
 
 def test_lists_of_runs_and_weights(trained: Path, folders: Folders) -> None:
@@ -145,35 +157,52 @@ class HeldRanks:
 
     def run(self, work: Any, *, on_step: Any, is_cancelled: Any) -> tuple[str, ...]:
         self.seen.append(work.request.prompt.text)
-        on_step(1, 2, b"PNG")
-        on_step(2, 2, b"")
+        on_step(1, 3, b"PNG")
+        on_step(2, 3, b"")
         self.proceed.acquire()
         if work.request.prompt.text == "fails":
-            raise ValueError("got a; expected b; do c")
+            raise ValueError("got 'a'; expected b; do c")
+        if work.request.prompt.text == "unwritten":
+            return "error", "got OSError"
         return ("cancelled",) if is_cancelled() else ("done", "video.mp4")
+
+
+def submitted(queue: Queue, values: dict[str, Any]) -> Job:
+    job = Job(values)
+    queue.submit(job)
+    return job
 
 
 def test_the_queue_samples_in_order_and_survives_failures(trained: Path, folders: Folders) -> None:
     ranks = HeldRanks()
     queue = Queue(folders, ranks)  # type: ignore[arg-type]
-    jobs = [queue.submit({"ckpt": str(trained), "prompt": name}) for name in ("fails", "b", "c")]
-    jobs.append(queue.submit({"ckpt": str(trained), "prompt": "d"}))
-    assert len({job.work.cfg.outputs for job in jobs}) == 4
+    names = ("fails", "b", "c", "unwritten", "d")
+    jobs = [submitted(queue, {"ckpt": str(trained), "prompt": name}) for name in names]
+    assert len({job.work.cfg.outputs for job in jobs if job.work is not None}) == 5
 
-    wait_until(lambda: jobs[0].steps == (2, 2), 10)
-    assert [job.state for job in jobs] == ["running", "waiting", "waiting", "waiting"]
-    assert queue.jobs == jobs and jobs[0].preview == b"PNG"
+    wait_until(lambda: jobs[0].steps == (2, 3), 10)
+    assert [job.state for job in jobs] == ["running", *["waiting"] * 4]
+    assert jobs[0].preview == b"PNG" and "step 2 of 3" in views.progress(jobs[0])
+    assert [queue.ahead_of(job) for job in jobs] == [0, 1, 2, 3, 4]
 
-    jobs[1].cancelled.set()  # before its turn: no rank sees it
+    # Before its turn: it has ended at once, no rank sees it, and nobody waits for it.
+    jobs[1].cancel()
+    assert jobs[1].state == "cancelled" and queue.ahead_of(jobs[4]) == 3
+    refused = submitted(queue, {"ckpt": str(trained), "prompt": ""})
+    assert refused.state == "failed" and "got no prompt" in views.progress(refused)
     ranks.proceed.release()
-    wait_until(lambda: jobs[2].state == "running", 10)
-    jobs[2].cancelled.set()
-    ranks.proceed.release()
-    ranks.proceed.release()
+    wait_until(lambda: jobs[2].steps == (2, 3), 10)
+    jobs[2].cancel()
+    assert jobs[2].state == "running" and "cancelling" in views.progress(jobs[2])
+    ranks.proceed.release(3)
     wait_until(lambda: not queue.jobs, 10)
-    assert [job.state for job in jobs] == ["failed", "cancelled", "cancelled", "done"]
-    assert ranks.seen == ["fails", "c", "d"] and jobs[3].video == Path("video.mp4")
-    assert views.progress(jobs[0]).count("<br>") == 2 and "role='alert'" in views.progress(jobs[0])
+    expected = ["failed", "cancelled", "cancelled", "failed", "done"]
+    assert [job.state for job in jobs] == expected and jobs[3].error == "got OSError"
+    assert ranks.seen == ["fails", "c", "unwritten", "d"] and jobs[4].video == Path("video.mp4")
+    parts = "got &#x27;a&#x27;;\nexpected b;\ndo c"
+    assert views.progress(jobs[0]) == f"<pre role='alert'>{parts}</pre>"
+    jobs[4].cancel()
+    assert jobs[4].state == "done"
 
 
 def act(pipe: Any) -> None:
@@ -189,9 +218,27 @@ def act(pipe: Any) -> None:
         raise ValueError("got a; expected b; do c")
 
 
+def fail_one_after_the_other(pipe: Any) -> None:
+    """Rank 1 fails, and therefore rank 0: with an error of its own, of which it speaks first."""
+    pipe.recv()
+    join_processes()
+    try:
+        with closing_process_group(), Watchdog(grace_time=0) as watchdog:
+            if os.environ["RANK"] == "1":
+                raise ValueError("got the first; expected b; do c")
+            wait_until(lambda: watchdog._failure is not None, 60)
+            raise ArithmeticError("the second")
+    finally:
+        time.sleep(int(os.environ["RANK"]))
+
+
 def test_ranks_say_why_they_fail_and_are_closed_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    both = LocalRanks(2, fail_one_after_the_other, tmp_path / "log", warm_context())
+    with pytest.raises(ValueError, match="^got the first; expected b; do c$"):
+        both.run("work", on_step=print, is_cancelled=lambda: False)
+
     ranks = LocalRanks(2, act, tmp_path / "log", warm_context())
 
     def run(work: str) -> tuple[Any, ...]:
@@ -231,11 +278,12 @@ BUSY = """
 import sys
 from opensora_sp.studio import server
 from opensora_sp.studio.folders import Folders
+from opensora_sp.studio.jobs import Job
 
 def submitting(folders, queue, build=server.build):
     steps = {"scheduler.num_sampling_steps": "100000"}
     for prompt in ("a", "b"):
-        queue.submit({"ckpt": sys.argv[1], "prompt": prompt} | steps)
+        queue.submit(Job({"ckpt": sys.argv[1], "prompt": prompt} | steps))
     return build(folders, queue)
 
 server.build = submitting
@@ -270,7 +318,7 @@ def test_a_signal_ends_the_studio_and_its_ranks_while_requests_wait(
 
 def ended(queue: Queue, values: dict[str, Any], at_step: Any = None) -> Job:
     """A job that has ended; ``at_step`` is called once, when its first step has."""
-    job = queue.submit(values)
+    job = submitted(queue, values)
     if at_step is not None:
         wait_until(lambda: job.steps != (0, 0) or job.has_ended, 60)
         at_step(job)
@@ -315,7 +363,7 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
 
         stopped = ended(queue, long, lambda job: job.cancelled.set())
         assert stopped.state == "cancelled" and stopped.steps[0] < 20000
-        assert not Path(stopped.work.cfg.outputs).exists()
+        assert stopped.work is not None and not Path(stopped.work.cfg.outputs).exists()
 
         # The same ranks and weights, and the same noise.
         again = ended(queue, values)
@@ -325,6 +373,13 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
         ).all()
         assert [process.pid for process in ranks.processes] == pids
         assert ranks.log.read_text().count("wrote ") == 2
+
+        # A video that cannot be written fails alone; ranks and model stay.
+        slow = values | {"scheduler.num_sampling_steps": "300"}
+        unwritten = ended(queue, slow, lambda job: Path(job.work.cfg.outputs).touch())
+        assert unwritten.state == "failed" and unwritten.error.startswith("got FileExistsError")
+        assert unwritten.error.endswith(f"; free space in {folders.outputs}, or try again")
+        assert [process.pid for process in ranks.processes] == pids
 
         # A reference among uploads, and adapters; both are in the metadata.
         reference = folders.outputs / UPLOADS / "x" / "a.png"
@@ -368,6 +423,151 @@ def test_runs_are_overlaid_and_change_while_they_train(tmp_path: Path) -> None:
     log_step(one, 4)
     assert views.changes([str(one)]) != before and views.videos(one) == media
     assert RunRecord.read(one).lines[-1]["step"] == 4
+
+
+def test_curves_of_empty_torn_and_many_runs(tmp_path: Path) -> None:
+    """Of what a run has not measured there is no plot."""
+    torn, nan, empty = (write_run(tmp_path / name) for name in ("torn", "nan", "empty"))
+    with (torn / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    for path in (nan / "metrics.jsonl", nan / "validation.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line |= dict(loss=None, loss_by_bin=[None, 0.5], tokens_per_s=None)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (empty / "metrics.jsonl").write_text("")
+    (torn / "validation.jsonl").unlink()
+
+    assert "have logged a step" in views.curves([empty])
+    assert re.findall("alt='(.*?)'", views.curves([torn, empty])) == [
+        "training loss",
+        "speed: tokens per second",
+        "memory: largest peak of a rank, GB",
+        "idle time: share of each rank",
+    ]
+    assert "alt='training loss'" not in views.curves([nan])
+    assert "alt='held-out loss by timestep'" in views.curves([nan])
+
+    runs = [RunRecord.read(write_run(tmp_path / f"run {number}")) for number in range(30)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of matplotlib, where the legend leaves no room for curves
+        assert "<img" in picture("training loss", runs)
+
+
+def test_a_preview_that_fails_is_the_last_one_and_the_video_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def decode(latents: torch.Tensor, num_frames: int) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    sent = list[Any]()
+    pipe: Any = SimpleNamespace(send=sent.append, poll=lambda: False)
+    of = Session(SequenceMesh(1), torch.device("cpu"), pipe)
+    pipeline: Any = SimpleNamespace(
+        cfg=SimpleNamespace(loop=1),
+        flow=SimpleNamespace(num_sampling_steps=2),
+        vae=SimpleNamespace(decode=decode),
+    )
+    steps, latents = session._Steps(of, pipeline, (8, 8)), torch.zeros(1, 4, 2, 1, 1)
+    for number in range(2):
+        assert steps.after(number, torch.zeros(()), latents) is latents
+    assert sent == [("step", 1, 2, b""), ("step", 2, 2, b"")]
+    assert [record.message.count("no further previews") for record in caplog.records] == [1]
+
+
+def test_the_memory_of_a_model_is_free_before_the_next_one_is_loaded(
+    trained: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where two might not fit: the cache of torch's allocator, too."""
+    living, events = list[Any](), list[Any]()
+
+    class Loaded:
+        model = vae = text_encoder = None
+
+        def __init__(self) -> None:
+            self.cycle = self  # only the garbage collector frees it
+            living.append(weakref.ref(self))
+
+    def build(*args: Any, **options: Any) -> Loaded:
+        events.append("build")
+        return Loaded()
+
+    def count() -> None:
+        events.append(sum(one() is not None for one in living))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", count)
+    monkeypatch.setattr(session, "build_pipeline", build)
+    monkeypatch.setattr(session, "Pipeline", lambda *args: "kept")
+    monkeypatch.setattr(session, "place_encoders", lambda *args: None)
+    monkeypatch.setattr(session, "free_memory", lambda device: 0)
+    of = Session(SequenceMesh(1), torch.device("cuda"), SimpleNamespace())  # type: ignore[arg-type]
+    values = {"ckpt": str(trained), "prompt": "a"}
+    first = work_of(values, folders, nproc=1, outputs=folders.outputs / "1")
+    os.utime(trained / "model.safetensors")
+    second = work_of(values, folders, nproc=1, outputs=folders.outputs / "2")
+    for work in (first, first, second):
+        of._pipeline(work)
+    assert events == [0, "build", 0, "build"]
+
+
+async def close_while_it_is_checked(queue: Any, sample: Any, values: list[Any]) -> None:
+    """What Gradio does when a tab is closed, before its request is in the queue."""
+    asked = sample(*values)
+    await anext(asked)
+    checked = asyncio.ensure_future(anext(asked))
+    await asyncio.to_thread(queue.is_checking.wait, 10)
+    checked.cancel()
+    await asyncio.wait([checked])
+    queue.proceed.set()
+
+
+@pytest.mark.slow
+def test_a_tab_closed_while_its_request_is_checked_queues_nothing(folders: Folders) -> None:
+    pytest.importorskip("gradio")
+    page = importlib.import_module("opensora_sp.studio.page")
+
+    class SlowQueue:
+        def __init__(self) -> None:
+            self.is_checking, self.proceed = threading.Event(), threading.Event()
+
+        def submit(self, job: Job) -> None:
+            self.job = job
+            self.is_checking.set()
+            self.proceed.wait(10)
+
+    queue: Any = SlowQueue()
+    functions = page.build(folders, queue).fns.values()
+    (sample,) = (one for one in functions if one.fn.__name__ == "sample")
+    inputs = [None] * len(sample.inputs)
+    asyncio.run(close_while_it_is_checked(queue, sample.fn, inputs))
+    assert queue.job.state == "cancelled" and queue.job.has_ended
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served_is_an_error_of_three_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gradio")
+    for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "True")  # what is set here, pytest sets back
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, part in (
+            (["nowhere"], "got 'nowhere', which is no folder"),
+            (["runs", "--nproc", "0"], "got --nproc 0; expected at least 1"),
+            (["runs", "--outputs", "file/studio"], "got --outputs 'file/studio', but"),
+            (["runs", "--port", "70000"], "got --host 127.0.0.1 and --port 70000 to listen on"),
+            (["runs", "--port", port], f"--port {port} to listen on ([Errno 98] Address already"),
+            (["runs", "--host", "192.0.2.1"], "got --host 192.0.2.1"),
+        ):
+            with pytest.raises(SystemExit) as end:
+                main(["studio", *arguments])
+            error = capsys.readouterr().err
+            assert end.value.code == 2 and part in error, error
+            assert "; expected" in error and error.count(";") >= 2, error
 
 
 def test_without_gradio_the_studio_is_refused(
