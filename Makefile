@@ -38,7 +38,8 @@ demo: $(VENV)/.installed
 	rm -rf $(DEMO) data/toy data/toy_heldout
 	$(BIN)/python scripts/make_toy_clips.py data/toy --num 768
 	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1 --all-captions
-	$(BIN)/torchrun --standalone --nproc_per_node 2 scripts/train.py configs/demo/train.py
+	$(BIN)/torchrun --standalone --nproc_per_node 2 scripts/train.py configs/demo/train.py \
+		--cfg-options validation.manifest=data/toy_heldout/clips.csv
 	$(BIN)/torchrun --standalone --nproc_per_node 2 scripts/inference.py configs/demo/sample.py --ckpt $(DEMO) \
 		--prompt "a green square moving right on a yellow background" \
 		--prompt "a blue circle moving left on a white background" \

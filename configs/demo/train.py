@@ -16,3 +16,14 @@ log_every = 20
 ckpt_every = 500
 keep_last = 2
 outputs = "outputs/demo"
+validation = dict(
+    every=500,
+    prompts=[
+        "a red triangle moving up on a blue background",
+        "a green square moving right on a yellow background",
+    ],
+    num_sampling_steps=30,
+    cfg_scale=4.0,
+    fps=8,
+    batch_size=16,
+)

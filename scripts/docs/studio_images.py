@@ -16,8 +16,6 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-# As configs/demo/sample.py.
-DEMO = {"FPS": "8", "Guidance": "4"}
 
 
 def main() -> None:
@@ -46,7 +44,7 @@ def main() -> None:
 def take(browser: Any, address: str, args: argparse.Namespace) -> None:
     """The three pictures: of a video with its metadata, of the run, and on a phone."""
     page = opened(browser, address, width=1100, height=800)
-    for label, text in (DEMO | {"Seed": args.seed, "Prompt": args.prompt}).items():
+    for label, text in {"Seed": args.seed, "Prompt": args.prompt}.items():
         page.get_by_label(label, exact=True).fill(text)
     page.get_by_role("button", name="Sample").click()
     page.locator("[role=status]").filter(has_text="done").wait_for()
