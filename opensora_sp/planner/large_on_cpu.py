@@ -70,7 +70,7 @@ def _expected_time(run: RunEstimator) -> str:
         seconds = max(seconds, run.seconds(latents, run.ranks, run.lowest_levels[0]))
 
     # The preset is of one thread.
-    seconds *= run.micro_batches / torch.get_num_threads()
+    seconds *= run.micro_batches_on(run.ranks) / torch.get_num_threads()
     if not isinstance(run.cfg, InferenceConfig):
         return f"{_in_words(seconds)} a step"
     steps = build_component(run.cfg.scheduler, SCHEDULERS).num_sampling_steps

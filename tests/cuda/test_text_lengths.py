@@ -102,7 +102,9 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
         mask_types=None,
         model_spec=ModelSpec.parse(MODEL),
     )
-    config = SimpleNamespace(patch_size=(1, 2, 2), class_dropout_prob=drop_rate, drop_path=0.0)
+    config = SimpleNamespace(
+        patch_size=(1, 2, 2), in_channels=3, class_dropout_prob=drop_rate, drop_path=0.0
+    )
     batch = batch_of(cfg, config, features, 5, used.ids)
     meter = Meter(model, CPU, precision="fp32", mesh=SequenceMesh(), peak_tflops=1.0)
     meter.count(batch)

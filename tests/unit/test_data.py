@@ -85,7 +85,7 @@ def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
     assert isinstance(clip, Clip) and clip.video.shape == (3, 4, 16, 16) and clip.fps == 8
     assert clip.text == toy_clip(0, 0).caption
     assert isinstance(dataset[1], CorruptSample) and "1.mp4" in dataset[1].path
-    assert dataset[0] is clip
+    assert dataset[0].video is clip.video
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,9 @@ def test_configs_refuse_bad_ratios_and_models_that_do_not_fit_the_scheduler() ->
 
 
 def make_batch(cfg, micro_batch: int, ids: list[int]):
-    config = SimpleNamespace(class_dropout_prob=0.0, drop_path=0.0, patch_size=(2, 2, 2))
+    config = SimpleNamespace(
+        class_dropout_prob=0.0, drop_path=0.0, patch_size=(2, 2, 2), in_channels=3
+    )
     source = Encoders(PatchPoolVAE((1, 4, 4)), HashedBagOfWords(8, 4), torch.device("cpu"))
     videos = [torch.randn(3, 7, 8, 8, generator=torch.Generator().manual_seed(i)) for i in ids]
     clips = [Clip(video=video, text="a", fps=8.0) for video in videos]
