@@ -100,10 +100,14 @@ def is_path(source: str) -> bool:
 
 
 def describe_missing(path: str | Path) -> str:
-    """The first part of a path that is not on disk, with the names there that are most like it."""
+    """The first part of a path that is no folder, with the names there that are most like it."""
     folder, name = Path(path).parent, Path(path).name
     while not folder.is_dir():
         folder, name = folder.parent, folder.name
+    if (folder / name).exists():
+        return f"{folder.absolute() / name} is a file"
+    if (folder / name).is_symlink():
+        return f"{folder.absolute() / name} is a link to nothing"
 
     names: list[str] = []
     with suppress(OSError):

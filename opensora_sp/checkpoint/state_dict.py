@@ -120,10 +120,11 @@ CONVERSIONS = {
         frozenset({"input_size", "space_scale", "time_scale"}), _recomputed_tables
     ),
     "y_embedding": Conversion(frozenset({"model_max_length"}), _resized_text),
-    "pred_sigma": Conversion(frozenset({"pred_sigma"}), _without_sigma),
     "in_channels": Conversion(
         frozenset({"in_channels", "use_cond"}), _more_channels, replaced=("x_embedder_cond*",)
     ),
+    # Of as many channels as the model has.
+    "pred_sigma": Conversion(frozenset({"pred_sigma"}), _without_sigma),
     "temporal_blocks": Conversion(
         frozenset({"skip_temporal", "kernel_size", "use_spatial_rope"}),
         # Frequencies follow from the configuration.
@@ -133,14 +134,14 @@ CONVERSIONS = {
 
 
 def check_conversions(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, each of which must be one of ``CONVERSIONS``."""
+    """The names in the order of ``CONVERSIONS``, each of which must be one of these."""
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if name not in CONVERSIONS:
             raise ValueError(
                 f"got conversion {name!r}; expected some of {list(CONVERSIONS)}; choose from these"
             )
-    return names
+    return tuple(name for name in CONVERSIONS if name in names)
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ def fitted(
     Raises:
         ValueError: with all differences, or if nothing fits at all.
     """
-    weights = _converted(weights, model, check_conversions(convert))
+    convert = check_conversions(convert)
+    weights = _converted(weights, model, convert)
     weights, differences = _replaced(weights, model, convert, of_base=of_base)
     if not differences:
         return weights

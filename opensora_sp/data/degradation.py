@@ -100,7 +100,7 @@ def check_degradation(prob: Mapping[str, float] | None, strength: Mapping[str, A
             )
         found = (strength or {}).get(kind)
         if kind in DOWNSAMPLING:
-            fits = isinstance(found, (list, tuple)) and bool(found) and set(found) <= set(RATIOS)
+            fits = isinstance(found, (list, tuple)) and bool(found) and all(map(_is_ratio, found))
             expected = f"a list of ratios, some of {list(RATIOS)}"
         else:
             fits, expected = _is_share(found), "the largest share of noise, from 0 to 1"
@@ -113,3 +113,7 @@ def check_degradation(prob: Mapping[str, float] | None, strength: Mapping[str, A
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _is_ratio(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value in RATIOS

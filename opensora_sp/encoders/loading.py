@@ -174,7 +174,7 @@ class PretrainedFiles:
     def __init__(self, source: str, key: str, subfolder: str | None = None) -> None:
         self.source, self.key, self.subfolder = source, key, subfolder or ""
         self.is_local = Path(source).is_dir()
-        if not self.is_local and hub.is_path(source):
+        if not self.is_local and source.startswith((".", "~", "/")):
             raise self._error(f"which is not on disk ({hub.describe_missing(source)})")
         name = None if self.is_local else HubName.parse(source)
         if name is not None and name.path:

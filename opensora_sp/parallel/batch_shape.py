@@ -15,6 +15,11 @@ from .protocols import Grid
 Stated = TypeVar("Stated")
 
 
+def alternates(config: Any) -> bool:
+    """Whether a model of this config has temporal blocks beside the spatial ones; most have."""
+    return getattr(config, "alternates", True)
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """B x T x S tokens in a model of ``depth`` pairs of a spatial and a temporal block.
@@ -41,7 +46,7 @@ class BatchShape:
             config.hidden_size,
             config.num_heads,
             config.depth,
-            alternates=getattr(config, "alternates", True),
+            alternates=alternates(config),
         )
 
     @classmethod

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from .batch_shape import BatchShape
+from .batch_shape import BatchShape, alternates
 from .collectives import gather_rows
 from .debug.input_check import InputCheck
 from .debug.parity import ATTRIBUTE, verify_first_step
@@ -71,6 +71,7 @@ class SequenceParallel:
         self, model: nn.Module, mesh: SequenceMesh, plan: ShardPlan, options: Options
     ) -> None:
         self.model, self.mesh, self.plan = model, mesh, plan
+        self.alternates = alternates(getattr(model, "config", None))
         self.options = plan.supported(options)
         self.handles: list[Any] = []
         self._output = "full"
@@ -115,7 +116,7 @@ class SequenceParallel:
         """For each rank of the group its rows where tokens enter and where they leave."""
         strategy = self.strategy(grid)
         boundaries = strategy.boundary_rows(grid.rows("spatial"))
-        if not self.plan.temporal:
+        if not self.alternates:
             boundaries = boundaries[:1]  # tokens leave as they enter
 
         def held_by(rank: int) -> list[Any]:
@@ -206,7 +207,7 @@ class SequenceParallel:
             if self.plan.names_hook_points:
                 width, heads = self.model.config.hidden_size, self.model.config.num_heads
                 element_size = next(self.model.parameters()).element_size()
-            shape = BatchShape.of_grid(grid, width, heads, alternates=bool(self.plan.temporal))
+            shape = BatchShape.of_grid(grid, width, heads, alternates=self.alternates)
             options = replace(self.options, spans_nodes=self.mesh.spans_nodes)
             chosen = strategy_for(shape, options, self.mesh.sp_size)
             if issubclass(chosen, SplitAttention) and not self.plan.names_hook_points:

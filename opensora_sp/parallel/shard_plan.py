@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from .batch_shape import alternates
 from .options import Options
 from .strategies import SplitAttention, registered_strategies
 
@@ -155,16 +156,18 @@ def plan_of(model: nn.Module) -> ShardPlan:
         return registered
 
     named: Any = getattr(model, "sharding_points", None)
-    if not isinstance(named, Mapping) or set(named) != set(POINTS):
+    absent = set() if alternates(getattr(model, "config", None)) else {"temporal"}
+    is_named = isinstance(named, Mapping) and set(named) == set(POINTS)
+    if not is_named or {name for name in named if named[name] is None} != absent:
         name = type(model).__name__
         raise ValueError(
             f"got a model of class {name} with sharding_points {named!r}; expected a dict that "
             f"names its {sorted(POINTS)} points, or a plan; call register_plan({name}, "
             "ShardPlan(...)), see docs/custom_model.md"
         )
-    points: dict[str, Any] = {name: (pattern,) for name, pattern in named.items()}
-    if named["temporal"] is None:
-        points["temporal"] = ()  # a model of spatial blocks alone
+    points: dict[str, Any] = {
+        name: () if pattern is None else (pattern,) for name, pattern in named.items()
+    }
     (enter,), (leave,) = points.pop("shard"), points.pop("gather")
     return ShardPlan(tokens=ROWS, enter=enter, leave=leave, **points)
 

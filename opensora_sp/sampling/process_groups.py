@@ -95,16 +95,17 @@ def choose_groups(
 
 
 def find_ranks_of_hosts() -> set[int]:
-    """The numbers of ranks that hosts have; empty without a launcher that sets them. Collective.
+    """The numbers of ranks that hosts have. Collective.
 
-    A rank knows that of its own host only, and all have to choose alike.
+    A rank knows that of its own host only, and all have to choose alike. Without a launcher that
+    sets it, there is one host.
     """
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    found = [own]
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    found = [own] * world_size
     if dist.is_initialized():
-        found = [0] * dist.get_world_size()
         dist.all_gather_object(found, own)
-    return set(found) - {0}
+    return set(found)
 
 
 def _spanning(world_size: int, ranks_of_hosts: Collection[int]) -> dict[int, bool]:

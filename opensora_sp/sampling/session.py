@@ -39,7 +39,9 @@ PREVIEW_SHARE, PREVIEW_SIDE = 0.1, 320
 # Keys of a config by which the model and its encoders are loaded, beside the path of the weights.
 LOADED = {"model", "vae", "text_encoder", "precision", "use_ema", "convert", "lora", "kernels"}
 LOADED |= {"compile", "sequence_parallel", "cost_model"}
-UNWRITTEN = "got {} while the video was written; expected none; free space in {}, or try again"
+UNWRITTEN = (
+    "got {} while the video was written; expected none; look at {}, free space there, or try again"
+)
 
 
 class RequestCancelledError(Exception):

@@ -103,11 +103,11 @@ class Queue:
     def submit(self, job: Job) -> None:
         """Check a job, which fails where ``work_of`` raises, or else waits."""
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{next(self._numbers):03d}"
-        outputs = self.folders.outputs / f"{name}-{file_name(job.values.get('prompt', ''))}"
+        outputs = self.folders.outputs / f"{name}-{file_name(job.values.get('prompt') or '')}"
         try:
             job.work = work_of(job.values, self.folders, nproc=self.ranks.nproc, outputs=outputs)
         except (ValueError, OSError) as error:
-            job.error, job.state = str(error), "failed"
+            job.error, job.state = str(error), "cancelled" if job.cancelled.is_set() else "failed"
         self.jobs.append(job)
         self._waiting.put(job)
 

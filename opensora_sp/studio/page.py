@@ -128,10 +128,11 @@ def _training(folders: Folders, page: gr.Blocks) -> None:
             choices, shown = _names(folders.trained(), folders), "".join(map(views.videos, paths))
         except (ValueError, OSError) as error:
             return [gr.skip(), views.alert(error), "", [None] * 3]
+        living = [path for _, path in choices if path in (chosen or ())]  # others were removed
         found = [choices, views.changes([str(path) for path in paths]), shown]
         is_new = [one != old for one, old in zip(found, seen, strict=True)]
         return [
-            gr.CheckboxGroup(choices=choices) if is_new[0] else gr.skip(),
+            gr.CheckboxGroup(choices, value=living) if is_new[0] else gr.skip(),
             views.curves(paths) if is_new[1] else gr.skip(),
             shown if is_new[2] else gr.skip(),
             found,

@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import warnings
+from contextlib import closing
+from typing import Any
 from urllib.parse import quote
 
 import gradio as gr
@@ -68,10 +70,7 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
             f"got --host {host} and --port {port} to listen on ({error}); expected an "
             "address of this machine and a free port; choose others"
         ) from None
-    port = listening.getsockname()[1]
-    token = token or secrets.token_urlsafe(24)
-
-    ranks = LocalRanks(nproc, serve, folders.outputs / "ranks.log")
+    port, token = listening.getsockname()[1], token or secrets.token_urlsafe(24)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/media")
@@ -86,15 +85,14 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     # Of Gradio's own calls of Starlette.
     warnings.filterwarnings("ignore", module="gradio")
     theme = gr.themes.Default(primary_hue="blue", font="system-ui", font_mono="monospace")
-    page = build(folders, Queue(folders, ranks))
-    gr.mount_gradio_app(app, page, "/", max_file_size="1gb", theme=theme, css=CSS, footer_links=[])
-    app.add_middleware(Guard, token=token, cookie=f"studio-{port}")
-    sys.stdout.write(f"http://{host}:{port}/?token={quote(token, safe='')}\n")
-    sys.stdout.flush()
+    options: dict[str, Any] = dict(max_file_size="1gb", theme=theme, css=CSS, footer_links=[])
     # Otherwise it would end this process before its ranks; Ctrl-C is an exception already.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
+    # The end of Python would wait for ranks that live.
+    with closing(LocalRanks(nproc, serve, folders.outputs / "ranks.log")) as ranks:
+        gr.mount_gradio_app(app, build(folders, Queue(folders, ranks)), "/", **options)
+        app.add_middleware(Guard, token=token, cookie=f"studio-{port}")
+        sys.stdout.write(f"http://{host}:{port}/?token={quote(token, safe='')}\n")
+        sys.stdout.flush()
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listening])
-    finally:
-        ranks.close()

@@ -33,11 +33,12 @@ def progress(job: Job, ahead: int = 0) -> str:
         return alert(job.error)
     done, total = job.steps
     running = f"step {done} of {total}" if total else "loading the model"
-    if done == total > 0:
-        running = "decoding the video"
     if job.cancelled.is_set():
         running = "cancelling after this step"
-    texts = {"running": running, "waiting": f"waiting for {ahead} before it"}
+    if done == total > 0:
+        running = "decoding the video"
+    waiting = f"waiting for {ahead} before it" if job.work else "checking the request"
+    texts = {"running": running, "waiting": waiting}
     shown = f"<p role='status'>{texts.get(job.state, job.state)}</p>"
     if job.state == "running":
         shown += f"<progress aria-label='steps' value='{done}' max='{total or 1}'></progress>"

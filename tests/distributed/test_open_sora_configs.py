@@ -108,7 +108,7 @@ def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
     """Images with more latent channels; degraded clips; the evaluation script's."""
     write(tmp_path, adapt=V1_3_ADAPT, noise=V1_3_NOISE, evaluation=V1_3_EVAL)
     adapt = load_train_config(tmp_path / "adapt.py", ["dataset.manifest=x.csv"])
-    assert adapt.convert == ("temporal_blocks", "in_channels") and adapt.model["skip_temporal"]
+    assert adapt.convert == ("in_channels", "temporal_blocks") and adapt.model["skip_temporal"]
     assert adapt.model["in_channels"] == 16 and adapt.model["use_cond"]
     assert adapt.warmup_steps == 0 and adapt.model_spec.config.num_blocks == 28
 
@@ -120,6 +120,7 @@ def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
         "noise_prob.blur=1": "got noise_prob['blur'] = 1.0; expected a probability",
         "noise_prob.gaussian_feature=0.1": "noise_strength['gaussian_feature'] = None",
         "noise_strength.downsample_spatial=[3]": "expected a list of ratios, some of [1, 2, 4, 8]",
+        "noise_strength.downsample_spatial=[[2]]": "expected a list of ratios, some of",
         "noise_strength.gaussian_pixel=2": "expected the largest share of noise, from 0 to 1",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):

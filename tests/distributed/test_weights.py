@@ -651,6 +651,19 @@ def test_more_latent_channels(tmp_path: Path) -> None:
         refused("another model", from_pretrained, tmp_path / "wide", **wrong)
 
 
+def test_conversions_have_an_order_of_their_own(tmp_path: Path) -> None:
+    save_pretrained(drawn("STDiT3", **SMALL), tmp_path / "hf")
+    several = [["pred_sigma", "in_channels"], ["in_channels", "pred_sigma"]]
+    states = [
+        from_pretrained(tmp_path / "hf", in_channels=12, convert=names).state_dict()
+        for names in several
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    # The name of one, as well.
+    wide = from_pretrained(tmp_path / "hf", in_channels=12, convert="in_channels")
+    assert wide.config.in_channels == 12
+
+
 def test_temporal_blocks_come_and_go(tmp_path: Path) -> None:
     """New ones contribute nothing at first: the model of images computes the same."""
     images = drawn("STDiT3", **SMALL, skip_temporal=True)

@@ -280,6 +280,16 @@ def test_the_runs_tab_follows_runs_that_train(studio: Studio) -> None:
     log_step(studio.folder / "outputs" / "one", 4)
     page.wait_for_function(changed, arg=both)
 
+    # One that is removed goes, and the others are still followed.
+    removed = write_run(studio.folder / "outputs" / "removed")
+    box = page.get_by_role("checkbox", name="outputs/removed")
+    box.check()
+    shutil.rmtree(removed)
+    box.wait_for(state="detached")
+    now = page.get_by_alt_text("training loss").get_attribute("src")
+    log_step(studio.folder / "outputs" / "one", 5)
+    page.wait_for_function(changed, arg=now)
+
 
 def test_it_fits_a_phone(studio: Studio) -> None:
     page = studio.page(width=360, height=740)
@@ -318,13 +328,13 @@ CONTROLS = ("textbox", "listbox", "combobox", "checkbox", "button", "tab", "Vide
 def test_controls_have_names_and_texts_contrast(studio: Studio) -> None:
     """Names are those that a screen reader gets."""
     page = studio.page()
+    page.add_style_tag(content="* { transition: none !important; animation: none !important }")
     sample(page, "named", Steps="3")
     await_state(page, "done")
     page.get_by_role("button", name="References and LoRA").press("Enter")
     field_of(page, "LoRA: PATH or PATH:SCALE, several with ;").wait_for()
 
     def names() -> list[str]:
-        page.wait_for_timeout(500)  # until what moves or fades has ended
         nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
         shown = [node for node in nodes if not node["ignored"]]
         found = [(one["role"]["value"], one.get("name", {}).get("value")) for one in shown]
@@ -332,7 +342,6 @@ def test_controls_have_names_and_texts_contrast(studio: Studio) -> None:
         assert not [one for one in found if one[0] in CONTROLS[:-1] and not one[1]]
         for scheme in ("dark", "light"):
             page.evaluate("dark => document.body.classList.toggle('dark', dark)", scheme == "dark")
-            page.wait_for_timeout(500)
             faint, count = page.evaluate(FAINT)
             assert faint == [] and count > 100, scheme
         return [name for role, name in found if role in CONTROLS]

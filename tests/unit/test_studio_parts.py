@@ -316,6 +316,27 @@ def test_a_signal_ends_the_studio_and_its_ranks_while_requests_wait(
     assert alive == [] and len(gone) >= 2
 
 
+def test_ranks_end_with_a_signal_before_the_page_is_served(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes while the page is built, and the queue may have started ranks already."""
+    server = pytest.importorskip("opensora_sp.studio.server")
+    closed: list[LocalRanks] = []
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "build", interrupted)
+    monkeypatch.setattr(server.LocalRanks, "close", lambda ranks: closed.append(ranks))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.run(folders, nproc=1, host="127.0.0.1", port=0, token=None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(closed) == 1
+
+
 def ended(queue: Queue, values: dict[str, Any], at_step: Any = None) -> Job:
     """A job that has ended; ``at_step`` is called once, when its first step has."""
     job = submitted(queue, values)
@@ -378,7 +399,9 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
         slow = values | {"scheduler.num_sampling_steps": "300"}
         unwritten = ended(queue, slow, lambda job: Path(job.work.cfg.outputs).touch())
         assert unwritten.state == "failed" and unwritten.error.startswith("got FileExistsError")
-        assert unwritten.error.endswith(f"; free space in {folders.outputs}, or try again")
+        assert unwritten.error.endswith(
+            f"; look at {folders.outputs}, free space there, or try again"
+        )
         assert [process.pid for process in ranks.processes] == pids
 
         # A reference among uploads, and adapters; both are in the metadata.
