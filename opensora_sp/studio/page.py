@@ -29,13 +29,13 @@ body:not(.dark) { --input-placeholder-color: #6b7280; } .dark { --input-placehol
 """
 # Config key -> label, and an example.
 FIELDS = {
-    "resolution": ("Size", "128x192"),
-    "aspect_ratio": ("Aspect ratio", "9:16"),
-    "num_frames": ("Frames", "16 or 2s"),
-    "fps": ("FPS", "24"),
-    "scheduler.num_sampling_steps": ("Steps", "30"),
-    "scheduler.cfg_scale": ("Guidance", "7.0"),
-    "seed": ("Seed", "42"),
+    "resolution": ("Size", "e.g. 128x192"),
+    "aspect_ratio": ("Aspect ratio", "e.g. 9:16"),
+    "num_frames": ("Frames", "e.g. 16 or 2s"),
+    "fps": ("FPS", "e.g. 24"),
+    "scheduler.num_sampling_steps": ("Steps", "e.g. 30"),
+    "scheduler.cfg_scale": ("Guidance", "e.g. 7.0"),
+    "seed": ("Seed", "e.g. 42"),
 }
 
 
