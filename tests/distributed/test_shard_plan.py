@@ -423,6 +423,12 @@ def test_hook_points_are_a_plan_as_well() -> None:
     with pytest.raises(ValueError, match="got a model of class Renamed with sharding_points None"):
         parallelize(model, SequenceMesh(1))
 
+    # None is for models without temporal blocks alone.
+    for absent in ("spatial", "temporal"):
+        model.sharding_points = {**STDiT3.sharding_points, absent: None}
+        with pytest.raises(ValueError, match=f"of class Renamed .*'{absent}': None.*; expected"):
+            parallelize(model, SequenceMesh(1))
+
     register_plan(Renamed, plan_of(STDiT3(model.config)))
     inputs = dict(x=torch.randn(1, 4, 2, 4, 4), timestep=torch.ones(1), y=torch.randn(1, 1, 4, 5))
     whole = model(**inputs)
