@@ -173,11 +173,7 @@ class STDiT3(ConditionedModel):
 
         scales = self.branch_scales(drop_path)
         if config.skip_temporal:
-            tables = conditioning.tables([block.scale_shift_table for block in self.spatial_blocks])
-            for i, block in enumerate(self.spatial_blocks):
-                own = tables[i], scales[2 * i]
-                x = self.run_part(block, x, conditioning.spatial(rows), *own, last=True)
-
+            x = self._run_spatial_blocks(x, rows, conditioning, scales[::2])
             x = self.final_layer(x, t, conditioning.spatial(rows))  # [R, S, V * C_out]
             return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
 
@@ -195,6 +191,15 @@ class STDiT3(ConditionedModel):
 
         x = self.final_layer(x, t, conditioning.temporal(rows))  # [R, T, V * C_out]
         return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
+
+    def _run_spatial_blocks(
+        self, x: Tensor, rows: Rows, conditioning: Conditioning, scales: Sequence[Tensor | None]
+    ) -> Tensor:
+        """All blocks of a model of images: tokens ``[R, S, C]`` stay in their rows."""
+        tables = conditioning.tables([block.scale_shift_table for block in self.spatial_blocks])
+        for block, *own in zip(self.spatial_blocks, tables, scales, strict=True):
+            x = self.run_part(block, x, conditioning.spatial(rows), *own, last=True)
+        return x
 
     def embed_frames(self, extra: Mapping[str, Tensor], num_frames: int) -> Tensor | None:
         """What is added to each frame's embedding of the timestep, ``[B, T, C]``; None for nothing.
