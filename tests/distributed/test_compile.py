@@ -207,6 +207,11 @@ WAYS = [
     (Case((1, 5, 5, 6), checkpoint=True), dict(overlap_chunks=2, overlap_backward=True)),
     (Case((1, 5, 5, 6), checkpoint=True), dict(placement="branch")),
     (WindowCase((1, 5, 6, 6), kernel=(2, 2)), dict(placement="branch")),
+    # Attention by heads: of one frame, of all tokens, of whole clips.
+    (Case((1, 1, 5, 6)), {}),
+    (Case((1, 5, 5, 6), checkpoint=True), dict(strategy="ulysses")),
+    (WindowCase((1, 2, 6, 6), full=True, checkpoint=True), {}),
+    (WindowCase((1, 5, 6, 6), kernel=(-1, -1)), {}),
 ]
 
 

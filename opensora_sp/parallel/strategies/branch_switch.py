@@ -46,8 +46,6 @@ class BranchSwitch(OneLayout):
     label = "switch of branches"
     condition = '`placement="branch"`'
 
-    _ahead: Ahead | None = None  # of the segment that runs
-
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
         return options.placement == "branch"
@@ -73,38 +71,21 @@ class BranchSwitch(OneLayout):
             AllToAll(shape.depth, SPATIAL_ROWS, temporal, token),
         ]
 
-    def segment(
-        self,
-        local: Local,
-        function: Local,
-        rows: Any,
-        *args: Any,
-        recompute: bool,
-        **options: Any,
-    ) -> Any:
-        found = self._look_ahead(rows, args[0].device)
+    def look_ahead(self, rows: Any, device: torch.device) -> Ahead:
+        found = self._found(rows, device)
         spatial: Any = found.rows
-        ahead = replace(found, of_rows=(None, spatial.groups()))
-
-        def started(*args: Any) -> Any:
-            self._ahead = ahead
-            try:
-                return function(*args)
-            finally:
-                self._ahead = None
-
-        return super().segment(local, started, rows, *args, recompute=recompute, **options)
+        return replace(found, of_rows=(None, spatial.groups()))
 
     def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
         # Outside of a segment nothing is known ahead.
-        ahead = self._ahead or self._look_ahead(rows, x.device)
+        ahead: Ahead = self._ahead or self._found(rows, x.device)
         spatial = ahead.rows
         received = self._exchange(x.flatten(0, 1), ahead.there)
         tokens = received.unflatten(0, (spatial.count, spatial.length))
         out = local(tokens, spatial, *ahead.of_rows)
         return self._exchange(out.flatten(0, 1), ahead.back).view(x.shape)
 
-    def _look_ahead(self, rows: Rows, device: torch.device) -> Ahead:
+    def _found(self, rows: Rows, device: torch.device) -> Ahead:
         spatial = self.local_rows(rows.transposed())
         own, other = self.layout_of(rows), self.layout_of(spatial)
         return Ahead(

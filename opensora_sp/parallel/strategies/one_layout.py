@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..collectives import keep_exchanged
@@ -22,6 +23,8 @@ class OneLayout(Strategy):
 
     resident_layout = "temporal"
     keeps_received = True
+
+    _ahead: Any = None  # of the segment that runs
 
     @classmethod
     def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
@@ -49,4 +52,18 @@ class OneLayout(Strategy):
     ) -> Any:
         if recompute and not self.resends(self.options):
             options["context_fn"] = keep_exchanged
-        return local(function, rows, *args, recompute=recompute, **options)
+        ahead = self.look_ahead(rows, args[0].device)
+
+        def started(*args: Any) -> Any:
+            self._ahead = ahead
+            try:
+                return function(*args)
+            finally:
+                self._ahead = None
+
+        return local(started, rows, *args, recompute=recompute, **options)
+
+    def look_ahead(self, rows: Any, device: torch.device) -> Any:
+        """What the blocks of a segment take that is found before them, since it belongs to no
+        graph: plans of exchanges, and the rows in which tokens attend."""
+        return None

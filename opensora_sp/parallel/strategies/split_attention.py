@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opensora_sp.dynamo import uncompiled
-
 from ..batch_shape import BatchShape
 from ..collectives import exchange
-from ..layout import unit_ranges
+from ..layout import ExchangePlan, unit_ranges
 from ..options import Options
 from ..protocols import Rows
 from ..typed import Local
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What an attention by heads takes, found before a block.
+
+    Attributes:
+        rows: those in which tokens attend, each of one head.
+        there, back: this rank's part in the exchanges before and after.
+        groups: the tokens that attend together.
+    """
+
+    rows: Rows
+    there: ExchangePlan
+    back: ExchangePlan
+    groups: Any
 
 
 class SplitAttention(OneLayout):
@@ -50,26 +65,36 @@ class SplitAttention(OneLayout):
         self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *of_rows: Any, block: str
     ) -> Any:
         """Attend with entries (token, head) in a block's layout; q, k, v are ``[R, L, H, D]``."""
-        layout = getattr(self.attention_layouts(rows.grid), block)
-        if not has_heads(layout):
+        # Outside of a segment nothing is known ahead.
+        ahead: Ahead | None = (self._ahead or self.look_ahead(rows, q.device))[block]
+        if ahead is None:
             return local(q, k, v, rows, *of_rows)
 
+        # [R, L, H, 3, D] -> entries [R * L * H, 3 * D], for one exchange.
+        qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)
+        qkv = exchange(qkv, ahead.there, self.group, kind="heads")
+        qkv = qkv.view(-1, ahead.rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
+        out = local(*qkv.unbind(3), ahead.rows, ahead.groups)
+        return exchange(out.flatten(0, 2), ahead.back, self.group, kind="heads").view(q.shape)
+
+    def look_ahead(self, rows: Any, device: torch.device) -> dict[str, Ahead | None]:
+        """By the block whose attention it is; None for an attention that is local."""
+        layouts = self.attention_layouts(rows.grid)
+        return {
+            block: self._found(rows, layout, device) if has_heads(layout) else None
+            for block, layout in (("spatial", layouts.spatial), ("temporal", layouts.temporal))
+        }
+
+    def _found(self, rows: Any, layout: str, device: torch.device) -> Ahead:
         held = f"{self.layout_of(rows)} h"
-        there = self.plan(rows, held, layout, q.device)
-        back = self.plan(rows, layout, held, q.device)
+        there = self.plan(rows, held, layout, device)
+        back = self.plan(rows, layout, held, device)
 
         # The last axis of the layout is the one that tokens of a row differ in.
         attended = "spatial" if layout.endswith("s") else "temporal"
         rows = rows if rows.layout == attended else rows.transposed()
+        return Ahead(rows, there, back, rows.groups(self.local_units(rows, layout)))
 
-        # [R, L, H, 3, D] -> entries [R * L * H, 3 * D], for one exchange.
-        qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)
-        qkv = exchange(qkv, there, self.group, kind="heads")
-        qkv = qkv.view(-1, rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
-        out = local(*qkv.unbind(3), rows, units=self.local_units(rows, layout))
-        return exchange(out.flatten(0, 2), back, self.group, kind="heads").view(q.shape)
-
-    @uncompiled
     def local_units(self, rows: Rows, layout: str) -> list[int]:
         """Numbers of the samples, rows or windows that attend here, in order, once per head."""
         held = unit_ranges(self.axes(rows), layout, self.mesh.sp_size)
