@@ -20,6 +20,7 @@ from opensora_sp.models.kernels.verification import verify_kernel
 
 pytestmark = [requires_stub, pytest.mark.slow]
 
+NO_EPILOGUE, GELU_BIAS = 1, 36  # cublasLtEpilogue_t
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
 
 
@@ -82,6 +83,46 @@ def test_verification_launches_forward_and_backward_and_refuses_garbage(tmp_path
     # Forward and backward, in bf16 and in float32.
     names = [launch.name for launch in recording.in_phase("verify").launches]
     assert names.count("scale_kernel") == 4, names
+
+
+def linear_gelu_without_gradients():
+    """In 16 bits, with no token, in fp32, with weights in fp32 under autocast; with gradients."""
+    from opensora_sp.models.kernels import linear_gelu
+
+    set_kernels("triton")
+    x, weight, bias = (
+        torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((2, 6, 72), (144, 72), (144,))
+    )
+    cases = {
+        "bf16": (x, weight, bias),
+        "empty": (x[:, :0], weight, bias),
+        "fp32": (x.float(), weight.float(), bias.float()),
+        "autocast": (x.float(), weight.float(), bias.float()),
+    }
+    shapes = []
+    for name, arguments in cases.items():
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=name == "autocast"):
+            phase(name)
+            shapes.append(tuple(linear_gelu(*arguments).shape))
+    phase("gradients")
+    linear_gelu(x, weight, bias.requires_grad_())
+    phase("end")
+    return tuple(shapes)
+
+
+def test_gelu_goes_into_the_product_where_nothing_is_kept_for_backward():
+    recording = run_on_stub(linear_gelu_without_gradients, env=cache())
+    assert recording.result == ((2, 6, 144), (2, 0, 144), (2, 6, 144), (2, 6, 144))
+
+    (product,) = recording.in_phase("bf16").gemms
+    assert (product.call, product.epilogue) == ("cublasLtMatmul", GELU_BIAS)
+    assert not recording.in_phase("bf16").launches
+    assert not recording.in_phase("empty").gemms and not recording.in_phase("empty").launches
+    for name in ("fp32", "autocast", "gradients"):
+        (product,) = recording.in_phase(name).gemms
+        assert product.epilogue == NO_EPILOGUE
+        assert recording.in_phase(name).kernels()["_gelu_kernel"] == 1
 
 
 def train(config, setting):
