@@ -87,7 +87,8 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         finally:
             # Nobody else can cancel it once the tab is closed.
             job.cancel()
-        yield None, views.progress(job), *show(job.video), listed(folders.history())
+        chosen = dict(value=str(job.video)) if job.video else {}
+        yield None, views.progress(job), *show(job.video), listed(folders.history(), **chosen)
 
     def show(path: str | Path | None) -> tuple[Any, Any]:
         if not path:
@@ -98,8 +99,8 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         except (ValueError, OSError) as error:
             return views.alert(error), gr.skip()
 
-    def listed(paths: Sequence[Path]) -> Any:
-        return gr.Dropdown(choices=_names(paths, folders))
+    def listed(paths: Sequence[Path], **chosen: str) -> Any:
+        return gr.Dropdown(choices=_names(paths, folders), **chosen)
 
     def refresh() -> list[Any]:
         return [listed(find()) for find in (folders.weights, folders.adapters, folders.history)]
