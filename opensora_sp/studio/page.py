@@ -99,7 +99,7 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         except (ValueError, OSError) as error:
             return views.alert(error), gr.skip()
 
-    def listed(paths: Sequence[Path], **chosen: str) -> Any:
+    def listed(paths: Sequence[Path], **chosen: Any) -> Any:
         return gr.Dropdown(choices=_names(paths, folders), **chosen)
 
     def refresh() -> list[Any]:
