@@ -183,3 +183,5 @@ def test_all_kernels_are_verified_within_seconds():
         launches = [launch.name for launch in recording.in_phase(name).launches]
         own = [one for one in launches if one.isidentifier()]  # torch's have types in their names
         assert len(own) >= 2, launches
+    # As in sampling.
+    assert GELU_BIAS in {product.epilogue for product in recording.in_phase("gelu").gemms}
