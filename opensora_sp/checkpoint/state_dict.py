@@ -244,7 +244,7 @@ def fitted(
     weights, differences = _replaced(weights, model, convert, of_base=of_base)
     if not differences:
         return weights
-    base = _base_of(weights, model) if of_base else None
+    base = _base_of(weights, model, convert) if of_base else None
     if base is not None and len(differences) == len(differences.missing):
         note = f"those of {base}; initialized anew: {_listed(differences.missing)}"
         return replace(weights, notes=(*weights.notes, note))
@@ -269,7 +269,7 @@ def _replaced(
     Unless ``of_base``, every tensor of the model has to be among the weights.
     """
     differences = Differences.between(weights.shapes, model.state_dict())
-    patterns = [*chain.from_iterable(CONVERSIONS[name].replaced for name in convert)]
+    patterns = _patterns_of(convert)
     replaced = differences.matching(patterns)
     anew = (*replaced.missing, *replaced.reshaped)
     if not replaced or (anew and not of_base):
@@ -286,8 +286,16 @@ def _replaced(
     return replace(weights, notes=tuple(notes)), remaining
 
 
-def _base_of(weights: Weights, model: ConditionedModel) -> str | None:
-    """The class, of those that a model's is derived from, that has just these tensors."""
+def _patterns_of(convert: Collection[str]) -> list[str]:
+    """Of the names of tensors that conversions replace."""
+    return [*chain.from_iterable(CONVERSIONS[name].replaced for name in convert)]
+
+
+def _base_of(weights: Weights, model: ConditionedModel, convert: Collection[str]) -> str | None:
+    """The class, of those that a model's is derived from, that has just these tensors.
+
+    Those that conversions replace may be missing.
+    """
     for cls in type(model).__mro__[1:]:
         # Only whole models are configured.
         config = getattr(cls, "Config", None)
@@ -296,7 +304,8 @@ def _base_of(weights: Weights, model: ConditionedModel) -> str | None:
         settings = {one.name: getattr(model.config, one.name) for one in dataclasses.fields(config)}
         with torch.device("meta"):
             tensors = cls(config(**settings)).state_dict()
-        if not Differences.between(weights.shapes, tensors):
+        differences = Differences.between(weights.shapes, tensors)
+        if not differences.matching(_patterns_of(convert), matches=False):
             return cls.__name__
     return None
 

@@ -31,6 +31,7 @@ class Draft:
     Attributes:
         notes: messages about translated keys of Open-Sora.
         foreign: whether this is a config of Open-Sora.
+        overridden: the keys that the command line has set, also to None.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Draft:
         self.origins = origins or {}
         self.notes: list[str] = []
         self.foreign = False
+        self.overridden: frozenset[Key] = frozenset()
 
     def __contains__(self, key: str | Key) -> bool:
         return self.get(key, _MISSING) is not _MISSING

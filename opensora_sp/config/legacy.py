@@ -116,14 +116,14 @@ def _accumulates(draft: Draft) -> bool:
 
 
 def _frozen(*patterns: str) -> Callable[[Any, Draft], tuple[str, ...]]:
-    return lambda value, draft: (*draft.get("freeze", ()), *patterns)
+    return lambda value, draft: (*(draft.get("freeze") or ()), *patterns)
 
 
 def _frozen_by_name(value: Any, draft: Draft) -> tuple[str, ...]:
     known = {"text": ("y_embedder.*",), "not_temporal": ("*", "!*attn_temp.*")}
     if value not in known:
         raise ValueError(f"neither of {list(known)}")
-    return (*draft.get("freeze", ()), *known[value])
+    return (*(draft.get("freeze") or ()), *known[value])
 
 
 def _converted(name: str) -> Callable[[Any, Draft], tuple[str, ...]]:

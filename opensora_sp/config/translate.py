@@ -8,7 +8,7 @@ from typing import Any
 
 from opensora_sp.models.registry import PRESETS
 
-from .draft import Draft
+from .draft import Draft, key_of
 from .findings import raise_together
 from .legacy import AUTOENCODER, FAMILIES, RULES, Rule, Run
 
@@ -32,6 +32,8 @@ def translate(draft: Draft, run: Run) -> None:
         ValueError: with all keys that cannot be translated, each with what to write instead.
     """
     draft.foreign = any(key in draft and not _is_option(draft.origin(key)) for key in FOREIGN)
+    # Before translation: what it derives from an option has the option's origin.
+    draft.overridden = frozenset(key for key, one in draft.origins.items() if _is_option(one))
     raise_together(*(partial(_apply, rule, draft) for rule in RULES if rule.run in (None, run)))
     _move_into_prompts(draft)
 
@@ -80,7 +82,7 @@ def _move(rule: Rule, new: str, value: Any, origin: str, draft: Draft) -> None:
     """Replace ``rule.old`` by the new key and its value, and by what Open-Sora sets implicitly."""
     changed = _changed(rule, value, draft, origin)
     also = {} if rule.also is None else rule.also(changed, draft)
-    also = {key: more for key, more in also.items() if draft.get(key) is None}
+    also = {key: more for key, more in also.items() if _is_free(key, draft)}
     if new == rule.old and changed == value and not also and rule.when is None:
         return
 
@@ -137,11 +139,15 @@ def _known(table: Mapping[Any, Any], value: Any) -> bool:
 def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
     """Whether the value may be moved: the new key is free, or the old one is on the command line.
 
+    Conversions and frozen parameters are added to others, but in a file not to an option's.
+
     Raises:
         ValueError: if both keys are set in the same place.
     """
-    if draft.get(new) is None or new in ("freeze", "convert"):
+    if _is_free(new, draft):
         return True
+    if new in ("freeze", "convert"):
+        return _is_option(origin) or key_of(new) not in draft.overridden
     there = draft.origin(new)
     if _is_option(origin) == _is_option(there) and not rule.yields:
         raise ValueError(
@@ -149,6 +155,11 @@ def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
             f"remove {rule.old}"
         )
     return _is_option(origin) and not _is_option(there)
+
+
+def _is_free(key: str, draft: Draft) -> bool:
+    """Whether nothing is set; on the command line, None is a value."""
+    return draft.get(key) is None and key_of(key) not in draft.overridden
 
 
 def _note(rule: Rule, value: Any, changed: Any, also: dict[str, Any], origin: str) -> str:

@@ -149,7 +149,8 @@ def choose_backends(
         ValueError: as ``attention``.
     """
     names = names_by_kind(setting)
-    return Backends(**{kind: _resolve(names[kind], sequences[kind], device) for kind in names})
+    found = {kind: _resolve(names[kind], one, device) for kind, one in sequences.items()}
+    return Backends(**found)
 
 
 def choose_backend(

@@ -95,10 +95,10 @@ class SharedConfig:
         )
 
     def sequences(self, grid: PatchGrid, dtype: torch.dtype) -> dict[str, Sequences]:
-        """What attends to what in a batch, by kind of attention."""
+        """What attends to what in a batch, by kind of attention that there is."""
         head_width = self.hidden_size // self.num_heads
         found = {}
-        for layout in (SPATIAL, TEMPORAL):
+        for layout in (SPATIAL, TEMPORAL) if self.alternates else (SPATIAL,):
             rows = grid.rows(layout)
             found[layout] = Sequences(
                 dtype, head_width, layout, rows.longest_sequence, packed=not rows.are_sequences

@@ -162,6 +162,7 @@ class CostModel:
         unit: int,
         num_units: int,
         row_layout: str,
+        switches: int = 2,
     ) -> FewUnitsCosts:
         """Cost of a block with its exchanges on the busiest rank, where units are fewer than ranks.
 
@@ -170,6 +171,7 @@ class CostModel:
             unit: tokens of the largest unit, a frame or a window.
             num_units: how many there are, all samples together.
             row_layout: how tokens are distributed where attention is split by heads.
+            switches: exchanges of a block whose units are whole.
         """
         width, heads = shape.width, shape.heads
         sent = (ranks - 1) / ranks * width * ELEMENT_BYTES
@@ -181,7 +183,7 @@ class CostModel:
             return block_flops(tokens, width) / self.flops + attention
 
         return FewUnitsCosts(
-            whole=compute(unit, heads) + link.seconds(2 * sent * unit, exchanges=2),
+            whole=compute(unit, heads) + link.seconds(switches * sent * unit, exchanges=switches),
             heads=compute(held, of_heads) + link.seconds(4 * sent * held, exchanges=2),
         )
 
@@ -269,7 +271,7 @@ def preset_of(device_name: str | None) -> CostModel:
 class FewUnitsCosts:
     """Seconds of two ways to attend over few units.
 
-    ``whole`` gives whole units to some ranks and none to the others, and switches twice. ``heads``
+    ``whole`` gives whole units to some ranks and none to the others, and switches. ``heads``
     distributes all token-local work, splits the attention alone, and exchanges four activations.
     """
 

@@ -24,17 +24,17 @@ Kernels = Mapping[str, Choice | None]  # of spatial, temporal and cross-attentio
 def attention_kernels(
     config: Any, latents: tuple[int, ...], dtype: torch.dtype, platform: Platform, *, triton: bool
 ) -> Kernels:
-    """The kernel of each kind of attention of a model; None where none runs.
+    """The kernel of each kind of attention that a model has; None where none runs.
 
     Args:
         latents: ``(B, c, frames, height, width)``.
         triton: whether Triton kernels may run, once the GPU has verified them.
     """
     num_samples, _, *size = latents
-    sequences = config.sequences(config.grid(num_samples, tuple(size)), dtype)
+    names = names_by_kind(config.attention)
     found = {}
-    for kind, name in names_by_kind(config.attention).items():
-        found[kind] = _planned(name, replace(sequences[kind], short_rows=triton), platform)
+    for kind, one in config.sequences(config.grid(num_samples, tuple(size)), dtype).items():
+        found[kind] = _planned(names[kind], replace(one, short_rows=triton), platform)
     return found
 
 

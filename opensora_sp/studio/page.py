@@ -87,7 +87,7 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         finally:
             # Nobody else can cancel it once the tab is closed.
             job.cancel()
-        yield None, views.progress(job), *show(job.video), listed(folders.history())
+        yield None, views.progress(job), *show(job.video), listed(folders.history(), job.video)
 
     def show(path: str | Path | None) -> tuple[Any, Any]:
         if not path:
@@ -98,8 +98,9 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         except (ValueError, OSError) as error:
             return views.alert(error), gr.skip()
 
-    def listed(paths: Sequence[Path]) -> Any:
-        return gr.Dropdown(choices=_names(paths, folders))
+    def listed(paths: Sequence[Path], chosen: Path | None = None) -> Any:
+        value: dict[str, Any] = {"value": str(chosen)} if chosen else {}
+        return gr.Dropdown(choices=_names(paths, folders), **value)
 
     def refresh() -> list[Any]:
         return [listed(find()) for find in (folders.weights, folders.adapters, folders.history)]

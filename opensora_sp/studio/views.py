@@ -70,8 +70,7 @@ def curves(runs: Sequence[Path]) -> str:
     if not records:
         return "<p>Choose runs: those that have logged a step are in the list.</p>"
     with collecting_cycles():
-        pictures = "".join(picture(title, records) for title in CURVES)
-    return f"<div class='curves'>{pictures}</div>"
+        return f"<div class='curves'>{''.join(picture(title, records) for title in CURVES)}</div>"
 
 
 def videos(run: Path) -> str:

@@ -71,9 +71,14 @@ def command_to_resume() -> str:
 def _from_anywhere(command: list[str]) -> str:
     """A command for a shell whose folder may be another one, as after ``my_project/run.sh``.
 
-    Its paths, and those in configs, are relative to the working directory of this process.
+    Its paths, and those in configs, are relative to the working directory of this process. One
+    that has been removed cannot be entered.
     """
-    return f"{shlex.join(['cd', os.getcwd()])} && {shlex.join(command)}"
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        return shlex.join(command)
+    return f"{shlex.join(['cd', folder])} && {shlex.join(command)}"
 
 
 def _command_of_launcher() -> list[str]:

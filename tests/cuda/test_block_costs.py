@@ -39,6 +39,19 @@ def test_a_pair_of_blocks_on_one_clip(
         assert "switch" not in costs.activations  # no table is gathered, no token sent
 
 
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.grid)],
+)
+def test_without_gradients_gelu_is_part_of_the_product(compiled: bool) -> None:
+    """Of a block it reads and writes 8 activations in training, by a kernel of its own."""
+    launches, traffic = (BOUNDS_COMPILED if compiled else BOUNDS_WITH_KERNELS)["forward"]
+    options = dict(frames=64, patches=1024, kernels="triton", compiled=compiled)
+    forward = pair_costs(**options, training=False)["forward"]
+    assert forward.launches <= launches - 2
+    assert forward.activations["elementwise"] / 2 <= traffic - 8
+
+
 @pytest.mark.slow
 def test_images_take_neither_queries_nor_keys_over_frames() -> None:
     """Of the matrix products 4 of 56 parts, and in the temporal block no attention to itself."""

@@ -20,6 +20,7 @@ from opensora_sp.models.kernels.verification import verify_kernel
 
 pytestmark = [requires_stub, pytest.mark.slow]
 
+NO_EPILOGUE, GELU_BIAS = 1, 36  # cublasLtEpilogue_t
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
 
 
@@ -84,6 +85,46 @@ def test_verification_launches_forward_and_backward_and_refuses_garbage(tmp_path
     assert names.count("scale_kernel") == 4, names
 
 
+def linear_gelu_without_gradients():
+    """In 16 bits, with no token, in fp32, with weights in fp32 under autocast; with gradients."""
+    from opensora_sp.models.kernels import linear_gelu
+
+    set_kernels("triton")
+    x, weight, bias = (
+        torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((2, 6, 72), (144, 72), (144,))
+    )
+    cases = {
+        "bf16": (x, weight, bias),
+        "empty": (x[:, :0], weight, bias),
+        "fp32": (x.float(), weight.float(), bias.float()),
+        "autocast": (x.float(), weight.float(), bias.float()),
+    }
+    shapes = []
+    for name, arguments in cases.items():
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=name == "autocast"):
+            phase(name)
+            shapes.append(tuple(linear_gelu(*arguments).shape))
+    phase("gradients")
+    linear_gelu(x, weight, bias.requires_grad_())
+    phase("end")
+    return tuple(shapes)
+
+
+def test_gelu_goes_into_the_product_where_nothing_is_kept_for_backward():
+    recording = run_on_stub(linear_gelu_without_gradients, env=cache())
+    assert recording.result == ((2, 6, 144), (2, 0, 144), (2, 6, 144), (2, 6, 144))
+
+    (product,) = recording.in_phase("bf16").gemms
+    assert (product.call, product.epilogue) == ("cublasLtMatmul", GELU_BIAS)
+    assert not recording.in_phase("bf16").launches
+    assert not recording.in_phase("empty").gemms and not recording.in_phase("empty").launches
+    for name in ("fp32", "autocast", "gradients"):
+        (product,) = recording.in_phase(name).gemms
+        assert product.epilogue == NO_EPILOGUE
+        assert recording.in_phase(name).kernels()["_gelu_kernel"] == 1
+
+
 def train(config, setting):
     """A step with each of the kernels set; verification, which has no values here, is left out."""
     from opensora_sp.plugin import current_device
@@ -142,3 +183,5 @@ def test_all_kernels_are_verified_within_seconds():
         launches = [launch.name for launch in recording.in_phase(name).launches]
         own = [one for one in launches if one.isidentifier()]  # torch's have types in their names
         assert len(own) >= 2, launches
+    # As in sampling.
+    assert GELU_BIAS in {product.epilogue for product in recording.in_phase("gelu").gemms}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from opensora_sp.models.compile import num_graphs
 from opensora_sp.parallel import SequenceMesh, held_rows, parallelize
 from opensora_sp.training.preflight import check_initial_weights
 
+Inputs = dict[str, Any]
 PLAIN = DerivedCase((1, 5, 7, 9))
 FEW = [(PLAIN, {}), (DerivedCase((2, 3, 5, 6), mask=True, x_mask=True, checkpoint=True), {})]
 ALL = [
@@ -128,12 +130,30 @@ def starts_from(folder: Path) -> None:
         options = {one: getattr(derived.config, one) for one in case.options()}
         loaded = type(derived).from_pretrained(path, **options).double()
         torch.testing.assert_close(loaded(**inputs, **own), base(**inputs))
+        starts_from_images(path, loaded, inputs, own)
 
         settings = dataclasses.asdict(derived.config)
         cfg = load_train_config(folder / "train.py", [f"load={path}"])
         cfg = cfg.model_copy(update={"model": settings | {"type": name}})
         check_initial_weights(cfg)
         refuse_others(type(derived), path, cfg)
+
+
+def starts_from_images(path: Path, derived: Any, inputs: Inputs, own: Inputs) -> None:
+    """Weights without temporal blocks, which are new then beside what the class adds."""
+    convert = dict(convert=["temporal_blocks"])
+    images = STDiT3.from_pretrained(path, skip_temporal=True, **convert).double()
+    save_pretrained(images, path / "images")
+    options = dataclasses.asdict(derived.config)
+    with pytest.raises(ValueError, match="or request the conversion: convert=.*temporal_blocks"):
+        type(derived).from_pretrained(path / "images", **options)
+    videos = type(derived).from_pretrained(path / "images", **options, **convert).double()
+    torch.testing.assert_close(videos(**inputs, **own), images(**inputs))
+
+    del images.t_block[1].bias
+    save_file(images.state_dict(), path / "images" / "model.safetensors")
+    with pytest.raises(ValueError, match="missing .*t_block.1.bias"):
+        type(derived).from_pretrained(path / "images", **options, **convert)
 
 
 def refuse_others(derived: type[STDiT3], path: Path, cfg: TrainConfig) -> None:

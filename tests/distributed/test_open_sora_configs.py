@@ -111,6 +111,21 @@ def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
     assert adapt.convert == ("in_channels", "temporal_blocks") and adapt.model["skip_temporal"]
     assert adapt.model["in_channels"] == 16 and adapt.model["use_cond"]
     assert adapt.warmup_steps == 0 and adapt.model_spec.config.num_blocks == 28
+    # What the command line sets replaces what keys of the file become, and joins other options.
+    for options, convert in [
+        (["convert=()"], ()),
+        (["convert=['temporal_blocks']"], ("temporal_blocks",)),
+        (["model.adapt_16ch=False"], ("temporal_blocks",)),
+        (["convert=['pred_sigma']", "model.adapt_16ch=True"], ("in_channels", "pred_sigma")),
+    ]:
+        changed = load_train_config(tmp_path / "adapt.py", ["dataset.manifest=x.csv", *options])
+        assert changed.convert == convert
+    (tmp_path / "adapt.py").write_text(
+        V1_3_ADAPT.replace("from_pretrained=None", "from_pretrained='w', freeze_y_embedder=True")
+    )
+    for options, found in ([], ("w", ("y_embedder.*",))), (["load=None", "freeze=()"], (None, ())):
+        changed = load_train_config(tmp_path / "adapt.py", ["dataset.manifest=x.csv", *options])
+        assert (changed.load, changed.freeze) == found
 
     noise = load_train_config(tmp_path / "noise.py", ["dataset.manifest=x.csv"])
     assert noise.noise_augmentation and noise.noise_prob is not None

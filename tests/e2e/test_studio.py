@@ -181,6 +181,9 @@ def test_a_typed_prompt_becomes_a_video_that_plays(studio: Studio, tmp_path: Pat
     (metadata,) = (studio.folder / "studio").glob("*/000-a-red-circle.json")
     facts = json.loads(metadata.read_text())
     assert facts["config"]["scheduler"]["num_sampling_steps"] == 100
+    history = page.get_by_role("listbox", name="History")
+    newest = metadata.with_suffix(".mp4").relative_to(studio.folder)
+    assert history.input_value() == str(newest)
 
     page.reload()
     page.get_by_role("listbox", name="History").click()

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PHASES = ("forward", "backward")
-MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+MATRIX_PRODUCTS = {"mm", "addmm", "_addmm_activation", "bmm", "baddbmm"}
 ATTENTION = (
     "packed_attention",
     "_scaled_dot_product",
@@ -168,13 +168,15 @@ def pair_costs(
     samples: int = 1,
     kernels: str = "torch",
     compiled: bool = False,
+    training: bool = True,
     **options: Any,
 ) -> dict[str, Costs]:
     """Costs of a pair of blocks of STDiT3-XL/2 in bf16, by phase.
 
-    `kernels`: as in `set_kernels`. Launches include copies and memsets.
+    `kernels`: as in `set_kernels`. Without `training` there are no gradients, and no backward
+    pass. Launches include copies and memsets.
     """
-    setting = kernels, compiled
+    setting = kernels, compiled, training
     runs = {
         depth: run_on_stub(
             on_step,
@@ -189,7 +191,7 @@ def pair_costs(
     }
     activation = samples * frames * patches * 1152 * 2
     costs = {}
-    for name in PHASES:
+    for name in PHASES if training else PHASES[:1]:
         launches = [all_launched(runs[depth].in_phase(name)) for depth in (1, 2)]
         one, two = (runs[depth].result[name] for depth in (1, 2))
         kinds = {kind: (two[kind] - one[kind]) / activation for kind in two}
@@ -204,14 +206,14 @@ def all_launched(recording: Recording) -> int:
 def on_step(
     depth: int,
     size: tuple[int, int, int],
-    setting: tuple[str, bool],
+    setting: tuple[str, bool, bool],
     options: dict[str, Any],
 ) -> dict[str, Counter[str]]:
-    """One forward and backward pass; the bytes that its operators move."""
+    """One forward pass, in training a backward pass too; the bytes that its operators move."""
     from opensora_sp.models import build_model, compile_blocks
     from opensora_sp.models.kernels import set_kernels
 
-    (frames, patches, samples), (kernels, compiled) = size, setting
+    (frames, patches, samples), (kernels, compiled, training) = size, setting
     set_kernels(kernels)
     model = build_model("STDiT3-XL/2", depth=depth, **options).to("cuda", torch.bfloat16)
     # Frames of one line of patches; of 2 x 2 positions each.
@@ -220,16 +222,19 @@ def on_step(
     timestep = torch.full((samples,), 500.0, device="cuda")
 
     counter = OperatorBytes()
-    with counter.seeing_inside():
+    with counter.seeing_inside(), torch.set_grad_enabled(training):
         if compiled:
             compile_blocks(model)
-            model(x, timestep, y).square().mean().backward()
-            model.zero_grad()
+            loss = model(x, timestep, y).square().mean()
+            if training:
+                loss.backward()
+                model.zero_grad()
 
         with counter:
             counter.begin("forward")
             loss = model(x, timestep, y).square().mean()
             counter.begin("backward")
-            loss.backward()
+            if training:
+                loss.backward()
             counter.begin("end")
     return counter.bytes

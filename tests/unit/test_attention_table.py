@@ -292,6 +292,21 @@ def test_a_plan_knows_images_and_names_that_this_machine_lacks() -> None:
     ]
 
 
+def test_a_model_without_temporal_blocks_has_no_kernel_for_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = resolve_config("STDiT3-XL/2", skip_temporal=True)
+    kernels = attention_kernels(config, (1, 4, 16, 64, 64), BF16, ALL, triton=True)
+    assert list(kernels) == ["spatial", "cross"]
+
+    module._choose.cache_clear()
+    module._log.cache_clear()
+    with caplog.at_level(logging.INFO):
+        sequences = config.sequences(config.grid(2, (5, 8, 12)), BF16)
+        module.choose_backends("auto", sequences, torch.device("cpu"))
+    assert len(caplog.messages) == 2 and not any("temporal" in one for one in caplog.messages)
+
+
 def test_versions_are_described() -> None:
     assert CUDNN.describe() == (
         f"torch {torch.__version__}, cuDNN 9.15.1, no flash-attn, no flash-attn 3"

@@ -243,6 +243,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         dict(generator=[torch.Generator()]),
         "got 1 of generator for 2 prompts; expected one for each; pass as many",
     ),
+    "a seed as generator": (
+        dict(generator=7),
+        r"got 7 as generator; expected a torch.Generator, .*; write .*manual_seed\(SEED\)",
+    ),
+    "seeds as generators": (dict(generator=[torch.Generator(), 7]), "got 7 as generator; expected"),
     "latents": (
         dict(latents=torch.zeros(2, 3, 5, 7, 7)),
         r"got latents \[2, 3, 5, 7, 7\]; expected noise \[2, 3, 5, 7, 6\] for 2 videos",

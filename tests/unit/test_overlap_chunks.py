@@ -13,14 +13,16 @@ from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts
+from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts, block_flops
 from opensora_sp.parallel.debug.parity import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
-from opensora_sp.parallel.strategies import strategy_options, with_chunks
+from opensora_sp.parallel.strategies import strategy_for, strategy_options, with_chunks
+from opensora_sp.parallel.strategies.switch_rows import few_frames_costs
 from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training.summary import describe_exchanges
 
 XL2: Any = resolve_config("STDiT3-XL/2")
+IMAGES: dict[str, Any] = dict(skip_temporal=True)
 # Clips, latent frames, height and width; and the ranks that share them.
 SHIPPED = [((1, 64, 64, 64), 8), ((1, 15, 60, 106), 8), ((4, 16, 32, 32), 2)]
 
@@ -102,6 +104,17 @@ def test_few_frames_are_divided_by_the_link_of_the_group():
         parallelize(model.bfloat16(), mesh)
         grid = model.config.grid(1, (7, 128, 128))
         assert getattr(model, ATTRIBUTE).strategy(grid).label == strategy
+
+
+def test_few_frames_of_a_model_of_images_are_not_switched():
+    """4 small frames on 8 ranks: whole ones need no exchange, and so cost less than heads."""
+    options = Options(cost_model=H100)
+    computed = block_flops(256, 1152) / H100.flops + H100.attention(16, 256, 256, 72)
+    switches = options.link.seconds(2 * 7 / 8 * 1152 * 2 * 256, exchanges=2)
+    for model, label, sent in ({}, "split heads", switches), (IMAGES, "switch", 0.0):
+        shape = BatchShape.of(resolve_config("STDiT3-XL/2", **model), 1, (4, 32, 32))
+        assert strategy_for(shape, options, 8).label == label
+        assert few_frames_costs(shape, options, 8).whole == pytest.approx(computed + sent)
 
 
 def test_groups_that_span_nodes(monkeypatch):

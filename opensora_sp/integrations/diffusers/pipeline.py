@@ -37,6 +37,7 @@ from .sampler import (
     Hooked,
     ImagePrompt,
     ImageSampler,
+    check_generators,
     check_same_length,
     prompts_of,
 )
@@ -339,8 +340,8 @@ class OpenSoraPipeline(DiffusionPipeline):
         """A request for each prompt.
 
         Raises:
-            ValueError: for other numbers of values than of prompts, or videos and latents of a
-                size that does not fit.
+            ValueError: for other numbers of values than of prompts, generators that are none, or
+                videos and latents of a size that does not fit.
         """
         count = len(prompts)
         negative = negative_prompt
@@ -350,6 +351,7 @@ class OpenSoraPipeline(DiffusionPipeline):
         generators = generator if isinstance(generator, list) else [generator] * count
         for name, values in (("negative_prompt", negatives), ("generator", generators)):
             check_same_length(name, values, count)
+        check_generators(generators)
 
         device, dtype = self._execution_device, torch.float32
         requests = [

@@ -113,6 +113,16 @@ def prompts_of(prompt: Any) -> list[str]:
     )
 
 
+def check_generators(generators: Sequence[Any]) -> None:
+    """Raise ValueError for anything but generators of torch and None."""
+    for one in generators:
+        if not isinstance(one, torch.Generator | None):
+            raise ValueError(
+                f"got {one!r:.80} as generator; expected a torch.Generator, or a list with one for "
+                "each video; write torch.Generator().manual_seed(SEED) for a seed"
+            )
+
+
 def check_same_length(name: str, values: Sequence[Any], count: int) -> None:
     """Raise ValueError unless there is a value for each of ``count`` prompts."""
     if len(values) != count:

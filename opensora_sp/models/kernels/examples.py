@@ -49,7 +49,8 @@ class Example:
         function: its name, in ``reference/<name>.py`` and ``triton/<name>.py``.
         arguments: by name. Floating tensors are float32 on the CPU; they are moved to the device
             and cast to the dtype that is verified, with the strides that they have.
-        gradients: names of the tensors whose gradients are compared too.
+        gradients: names of the tensors whose gradients are compared too. Without any, the call is
+            made in no-grad mode.
         kept: names of the tensors that keep their dtype.
         swapped: by the number of an output, two of its dims that are swapped in memory in the
             gradient which backward gets. Others are contiguous.

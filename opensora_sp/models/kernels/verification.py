@@ -118,10 +118,11 @@ def results(
                 value.requires_grad_(name in example.gradients)
         arguments[name] = value
 
-    with torch.enable_grad():
+    with torch.set_grad_enabled(bool(example.gradients)):
         outputs = function(**arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    named = {f"output {i} of {example.function}": output for i, output in enumerate(outputs)}
+    called = example.function if example.gradients else f"{example.function} without gradients"
+    named = {f"output {i} of {called}": output for i, output in enumerate(outputs)}
     named |= _gradients(example, arguments, outputs)
     return {name: tensor.detach().to(CPU, torch.float64) for name, tensor in named.items()}
 

@@ -165,6 +165,8 @@ def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnit
         unit=shape.patches,
         num_units=shape.num_frames,
         row_layout=TEMPORAL_ROWS,
+        # Without temporal blocks, tokens stay in spatial rows.
+        switches=2 if shape.alternates else 0,
     )
 
 

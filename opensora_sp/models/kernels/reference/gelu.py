@@ -25,17 +25,15 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def examples(sizes: Sizes) -> Iterator[Example]:
     """The hidden layer of blocks, and that of the captions' MLP with many tokens: several tiles for
-    each program of backward."""
+    each program of backward. Without gradients another product may run, as in sampling."""
     for tokens, width, hidden in (
         (39, sizes.width, sizes.hidden),
         (1100, 16, sizes.width),
     ):
-        yield Example(
-            "linear_gelu",
-            dict(
-                x=normal(1, tokens, width),
-                weight=normal(hidden, width, seed=1) / width**0.5,
-                bias=normal(hidden, seed=2),
-            ),
-            gradients=("x", "weight", "bias"),
+        arguments = dict(
+            x=normal(1, tokens, width),
+            weight=normal(hidden, width, seed=1) / width**0.5,
+            bias=normal(hidden, seed=2),
         )
+        yield Example("linear_gelu", arguments, gradients=("x", "weight", "bias"))
+        yield Example("linear_gelu", arguments)
