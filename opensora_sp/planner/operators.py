@@ -234,7 +234,8 @@ def _adds_up_sums(operator: Any, args: tuple[Any, ...], result: Any) -> bool:
     """Whether a Triton kernel's backward has gradients that are sums over tokens (``sums.py``)."""
     if not (_is_own(operator) and operator.__name__.endswith("_backward")):
         return False
-    return any(0 < one.numel() < args[0].numel() for one in tree_leaves(result))
+    gradient = next(one for one in args if isinstance(one, Tensor))
+    return any(0 < one.numel() < gradient.numel() for one in tree_leaves(result))
 
 
 def _attention_kind(name: str, module: nn.Module) -> str | None:
