@@ -3,11 +3,11 @@
 python -m benchmarks roofline                            # the table of docs/benchmarks.md
 python -m benchmarks roofline --gpu H200 --plot roofline.png
 
-Nothing is measured. The operators of a forward and backward pass of STDiT3-XL/2 in eager mode,
-without recomputation, are counted on meta tensors; the optimizer step and the links are arithmetic
-(``opensora_sp/planner/step_time.py``). The floor is the time at the data sheet's rates: for each
-region the longer of its FLOPs and its bytes. The prediction takes the rates that kernels reach, and
-at least 2 microseconds for each of them.
+Nothing is measured. The operators of a forward and backward pass of STDiT3-XL/2 without
+recomputation, with Triton kernels, are counted on meta tensors; the optimizer step and the links
+are arithmetic (``opensora_sp/planner/step_time.py``). The floor is the time at the data sheet's
+rates: for each region the longer of its FLOPs and its bytes. The prediction takes the rates that
+kernels reach, and at least 2 microseconds for each of them.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def predicted_step(gpu: str, shape: Shape, sp_size: int) -> StepTime:
         ranks=sp_size,
         world=sp_size,
         dtype=torch.bfloat16,
+        kernels="triton",
     )
 
 

@@ -22,7 +22,7 @@ from opensora_sp.planner import plan
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs" / "stdit3" / "train"
 NUM_GPUS = 8
-MARK = "Predicted for eager mode, without the encoders"
+MARK = "Predicted with Triton kernels, without the encoders"
 
 
 def main() -> None:

@@ -154,6 +154,7 @@ def schedule_steps(
         memory = of_gpu if memory_gb is None else memory_gb * 1e9
         left = memory - communicators(world_size, per_node).beside_largest
         run = RunEstimator(cfg, world_size, left / 1e9, "cuda", None, per_node)
+        run.plan_kernels()
         bounds = _least_ranks(run, progress(list(batches)), left, group_sizes(family))
 
     seconds = GroupSeconds(cfg, work, ranks_per_node=min(per_node, world_size), least_ranks=bounds)

@@ -281,7 +281,7 @@ def _time(plan: Plan, estimate: BatchEstimate) -> list[str]:
     tokens = estimate.tokens["total"] * estimate.micro_batches * plan.num_gpus / estimate.ranks
     speed = (
         f"{time.seconds:.3g} s a step on {plan.gpu}, {tokens / time.seconds:,.0f} tokens/s, MFU "
-        f"{time.mfu:.0%} (predicted, in eager mode)"
+        f"{time.mfu:.0%} (predicted, {plan.kernels})"
     )
     shares = []
     for kind, work in time.work.items():

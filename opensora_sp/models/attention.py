@@ -182,7 +182,8 @@ def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
 @cache
 def _choose(name: str, sequences: Sequences, device: torch.device, deterministic: bool) -> Backend:
     if device.type == "meta" and name in ("flash", "flash3", "cudnn"):
-        name = "auto"  # torch's own kernels, which allocate about the same
+        # torch's own kernels allocate about the same.
+        name, sequences = "auto", replace(sequences, short_rows=False)
     choice = choose(name, sequences, Platform.of(device, deterministic))
     _log(sequences.kind, choice)
 

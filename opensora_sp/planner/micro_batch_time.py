@@ -1,8 +1,8 @@
 """Seconds of a micro-batch on the busiest rank of a group, by arithmetic: quick enough to schedule
 by.
 
-``step_time`` traces a model for this; here its work follows from sizes. Both use the rates of
-``CostModel``, and ``tests/unit/test_micro_batch_time.py`` compares them.
+``step_time`` traces a model for this; here its work follows from sizes, in plain torch. Both use
+the rates of ``CostModel``, and ``tests/unit/test_micro_batch_time.py`` compares them.
 
 Legend: B samples, T frames, S patches of a frame, C hidden width, H heads, P ranks.
 """
@@ -40,7 +40,8 @@ class PassCounts:
     once: float
 
 
-# Forward and backward in eager mode, as ``OperatorCounter`` counts them.
+# Forward and backward in plain torch, as ``OperatorCounter`` counts them. Schedules depend on them,
+# and so not on the kernels of a machine.
 PASSES = {
     "STDiT": (PassCounts(23, 27, 60), PassCounts(116, 102, 64)),
     "STDiT2": (PassCounts(44, 36, 140), PassCounts(146, 110, 140)),

@@ -3,6 +3,8 @@
 ``OperatorCounter`` sees each operator that torch runs, in forward, recomputation and backward. It
 adds up FLOPs, bytes of memory traffic (each tensor is read or written once; views and expanded
 dimensions cost nothing), and the number of operators, which on a GPU are about as many launches.
+Triton kernels are operators as well; one that adds up gradients over tokens launches a second one.
+For the host an operator of ours counts as many, since Python launches it.
 """
 
 from __future__ import annotations
@@ -41,27 +43,42 @@ ATTENTION_BACKWARD = {
     aten._flash_attention_backward: (1, 2),
     aten._efficient_attention_backward: (1, 2),
 }
+# The host takes as long for the operator of a Triton kernel, which Python dispatches and launches,
+# as for so many of torch's: 175 us, and 12 us, where nothing is computed (the stub of
+# ``tests/cuda``).
+TRITON_LAUNCHES = 14
+# The operators of Triton kernels whose names have this are attention.
+SHORT_ROWS = "short_rows"
+# Of this argument, the product of queries, keys and values, they leave out the values.
+WITHOUT_VALUES = {"qk_norm": 0, "qk_norm_backward": 3}
 # They read as much of their first argument as they return.
 GATHERS = (aten.index_select, aten.index, aten.gather, aten.embedding)
 # They write their first argument without reading it.
 OVERWRITES = (aten.fill_, aten.zero_, aten.copy_, aten.index_copy_)
-ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.set_)
+# They launch nothing. The schema of ``_unsafe_view`` does not say that it is a view.
+WITHOUT_KERNEL = (
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.set_,
+    aten._unsafe_view,
+    aten.promote_types,
+)
 
 
 @dataclass
 class Work:
-    """Of one kind of operator: FLOPs, bytes moved, operators, and seconds of a GPU."""
+    """Of one kind of operator: FLOPs, bytes moved, operators, seconds of a GPU, and time of the
+    host in launches of torch's own operators.
+    """
 
     flops: float = 0.0
     bytes: float = 0.0
     operators: float = 0.0
     seconds: float = 0.0
-
-    def add(self, flops: float, num_bytes: float, seconds: float) -> None:
-        self.flops += flops
-        self.bytes += num_bytes
-        self.operators += 1
-        self.seconds += seconds
+    launches: float = 0.0
 
     def plus(self, other: Work, times: float) -> Work:
         """This work and ``times`` the other one."""
@@ -108,38 +125,50 @@ class OperatorCounter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         operator = func.overloadpacket
-        if operator not in ALLOCATIONS and not _returns_views(func):
+        if operator not in WITHOUT_KERNEL and not _returns_views(func):
             self._count(operator, args, result)
         return result
 
     def _count(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
-        moved = _bytes_moved(operator, args, result)
-        kind, flops, seconds = ELEMENTWISE, 0.0, 0.0
-
+        kind, work = ELEMENTWISE, Work(bytes=_bytes_moved(operator, args, result), operators=1)
         if operator in MATRIX_OPERATORS:
-            kind, flops = PRODUCTS, _product_flops(args, result)
-            seconds = flops / self.gpu.flops
-        elif operator in ATTENTION_FORWARD or operator in ATTENTION_BACKWARD:
+            kind, work.flops = PRODUCTS, _product_flops(args, result)
+            work.seconds = work.flops / self.gpu.flops
+        elif _attends(operator):
             kind, attention = self._attention(operator, args)
-            flops, seconds = attention.flops, attention.seconds(self.gpu)
+            work.flops, work.seconds = attention.flops, attention.seconds(self.gpu)
 
-        seconds = max(seconds, moved / self.gpu.memory_bandwidth, self.gpu.shortest_kernel)
-        self.work.setdefault(kind, Work()).add(flops, moved, seconds)
+        moving = work.bytes / self.gpu.memory_bandwidth
+        work.seconds = max(work.seconds, moving, self.gpu.shortest_kernel)
+        if _adds_up_sums(operator, args, result):
+            work.operators += 1
+            work.seconds += self.gpu.shortest_kernel
+        work.launches = TRITON_LAUNCHES if _is_own(operator) else 1
+        self.work[kind] = self.work.get(kind, Work()).plus(work, 1)
 
     def _attention(self, operator: Any, args: tuple[Any, ...]) -> tuple[str, AttentionCall]:
-        backward = operator in ATTENTION_BACKWARD
-        places = (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD)[operator]
-        shapes = tuple(tuple(args[place].shape) for place in places)
+        name = operator.__name__
+        backward = operator in ATTENTION_BACKWARD or name.endswith("_backward")
+        if SHORT_ROWS in name:
+            call = AttentionCall.of_short_rows(args, backward=backward)
+            shapes: tuple[Any, ...] = (SHORT_ROWS, call.rows, call.queries)
+        else:
+            places = (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD)[operator]
+            packed = "_scaled_dot_product" not in name
+            call = AttentionCall.of(args, places, packed=packed, backward=backward)
+            shapes = tuple(tuple(args[place].shape) for place in places)
+
         if not backward:
             self._attention_of[shapes] = self._calling
-        packed = "_scaled_dot_product" not in operator.__name__
-        kind = self._attention_of.get(shapes, self._calling)
-        return kind, AttentionCall.of(args, places, packed=packed, backward=backward)
+        return self._attention_of.get(shapes, self._calling), call
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of FlashAttention-2: ``rows`` of ``queries`` x ``keys``, ``heads`` of ``width``."""
+    """One call of FlashAttention-2: ``rows`` of ``queries`` x ``keys``, ``heads`` of ``width``.
+
+    With ``in_registers`` one of the Triton kernel for short rows, whose tile is a row of one head.
+    """
 
     rows: int
     queries: int
@@ -147,6 +176,7 @@ class AttentionCall:
     heads: int
     width: int
     backward: bool
+    in_registers: bool = False
 
     @classmethod
     def of(
@@ -163,6 +193,13 @@ class AttentionCall:
         rows = max(1, len(offsets) - 1)
         return cls(rows, -(-tokens // rows), -(-k.shape[-3] // rows), heads, width, backward)
 
+    @classmethod
+    def of_short_rows(cls, args: tuple[Any, ...], *, backward: bool) -> AttentionCall:
+        """From the first tensor with heads, which has rows, tokens, ..., heads and their width."""
+        tokens = next(one for one in args if isinstance(one, Tensor) and one.dim() >= 4)
+        (rows, length), (heads, width) = tokens.shape[:2], tokens.shape[-2:]
+        return cls(rows, length, length, heads, width, backward, in_registers=True)
+
     @property
     def flops(self) -> float:
         """Of the scores and the weighted sum; backward also recomputes the scores."""
@@ -172,7 +209,33 @@ class AttentionCall:
     def seconds(self, gpu: CostModel) -> float:
         """Of the whole call."""
         rows = self.rows * self.heads
+        if self.in_registers:
+            # Tiles are powers of two, and heads multiples of 16; nothing is added up in memory.
+            tile, width = 1 << max(self.queries - 1, 15).bit_length(), -(-self.width // 16) * 16
+            pairs = 4.0 * rows * tile**2 * width
+            if self.backward:
+                return 2.5 * pairs / gpu.attention_backward
+            return pairs / gpu.attention_forward
         return gpu.attention(rows, self.queries, self.keys, self.width, backward=self.backward)
+
+
+def _attends(operator: Any) -> bool:
+    is_flash = operator in ATTENTION_FORWARD or operator in ATTENTION_BACKWARD
+    return is_flash or SHORT_ROWS in operator.__name__
+
+
+def _is_own(operator: Any) -> bool:
+    """Whether Python launches it, as Triton kernels."""
+    name: str = operator._qualified_op_name
+    return name.startswith("opensora_sp::")
+
+
+def _adds_up_sums(operator: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a Triton kernel's backward has gradients that are sums over tokens (``sums.py``)."""
+    if not (_is_own(operator) and operator.__name__.endswith("_backward")):
+        return False
+    gradient = next(one for one in args if isinstance(one, Tensor))
+    return any(0 < one.numel() < gradient.numel() for one in tree_leaves(result))
 
 
 def _attention_kind(name: str, module: nn.Module) -> str | None:
@@ -202,7 +265,10 @@ def _bytes_moved(operator: Any, args: tuple[Any, ...], result: Any) -> float:
         read = read[1:]
 
     distinct = {_memory_of(one): one for one in read}
-    return float(sum(map(_bytes_of, (*distinct.values(), *written))))
+    moved = sum(map(_bytes_of, (*distinct.values(), *written)))
+    if operator.__name__ in WITHOUT_VALUES:
+        moved -= args[WITHOUT_VALUES[operator.__name__]].nbytes // 3
+    return float(moved)
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:

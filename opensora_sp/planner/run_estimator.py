@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention_table import Platform
+from opensora_sp.models.kernels import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -78,6 +80,8 @@ class RunEstimator:
     Attributes:
         ranks: that share a batch with one degree; all, where each batch may have its own.
         reserved: bytes of ``memory_gb`` that a step may not take.
+        kernels: that the traced models run, as ``set_kernels``. By default plain torch, with which
+            a step takes as much memory as with any kernels.
         traced: activations by latents, ranks and level.
         video_frames: most frames of the videos of each latent size that was asked for.
     """
@@ -92,6 +96,7 @@ class RunEstimator:
         gpus_per_node: int | None = None,
     ) -> None:
         self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
+        self.kernels: KernelSetting = "torch"
         self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
         self.video_frames: dict[tuple[int, ...], int] = {}
         self.gpu = None if gpu is None else GPUS[gpu]
@@ -122,6 +127,18 @@ class RunEstimator:
             by_frames = cfg.cond_type is not None
             self.predictions = predictions_per_step(process, by_frames=by_frames)
 
+    def plan_kernels(self) -> str:
+        """Trace the kernels of a run on a GPU that has verified them all; states which in words.
+
+        Where Triton is not installed, as beside torch for CPUs, its kernels cannot be traced.
+        """
+        if self.cfg.kernels == "torch" or self.device == "cpu":
+            return "in plain torch"
+        if importlib.util.find_spec("triton") is None:
+            return "in plain torch, since Triton is not installed here"
+        self.kernels = "triton"
+        return "with Triton kernels"
+
     @cached_property
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.name, self.config, self.lora)
@@ -138,7 +155,7 @@ class RunEstimator:
         """The kernels of attention on the GPU that was named."""
         if self.platform is None:
             return None
-        triton = self.cfg.kernels != "torch"
+        triton = self.kernels != "torch"
         return attention_kernels(self.config, latents, self.dtype, self.platform, triton=triton)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
@@ -350,6 +367,7 @@ class RunEstimator:
             levels=levels,
             micro_batches=self.micro_batches_on(ranks),
             accumulates_locally=self.zero.accumulates_locally,
+            kernels=self.kernels,
             lora=self.lora,
             num_frames=self.video_frames.get(latents[2:]),
         )
@@ -374,6 +392,7 @@ class RunEstimator:
             device=self.device,
             # Under "auto" as in eager mode, which takes more and is traced in less time.
             compiled=self.compiles and self.cfg.compile == "blocks" and self.device == "cuda",
+            kernels=self.kernels,
             lora=self.lora,
             num_frames=self.video_frames.get(latents[2:]),
         )

@@ -64,9 +64,9 @@ class Plan:
     """The plan of a run.
 
     ``adapters`` are the parameters of LoRA adapters, which are then trained alone.
-    ``spans_nodes`` is None for unknown nodes; ``versions`` are those that the kernels on ``gpu``
-    depend on, as installed here. ``schedule`` describes optimizer, learning rate and EMA weights;
-    empty for sampling.
+    ``spans_nodes`` is None for unknown nodes; ``kernels`` describes those of all estimates;
+    ``versions`` are those that the kernels on ``gpu`` depend on, as installed here. ``schedule``
+    describes optimizer, learning rate and EMA weights; empty for sampling.
     """
 
     purpose: str
@@ -79,6 +79,7 @@ class Plan:
     communicators: Communicators | None  # of groups of several sizes
     precision: str
     grad_checkpoint: bool | int | str
+    kernels: str
     spans_nodes: bool | None
     memory_gb: float | None
     gpu: str | None
@@ -145,6 +146,7 @@ def plan(
         of_gpu = gpu_of(gpu).memory / 1e9
         memory_gb = of_gpu if memory_gb is None else memory_gb
     run = RunEstimator(cfg, num_gpus, memory_gb, device, gpu, gpus_per_node)
+    kernels = run.plan_kernels()
     nested = communicators_of(cfg.sp_size, num_gpus, run.gpus_per_node)
     run.reserved = 0.0 if nested is None else nested.beside_largest
     buckets = _buckets_on_ranks(run, degrees or {})
@@ -159,6 +161,7 @@ def plan(
         communicators=nested,
         precision=cfg.precision,
         grad_checkpoint=run.checkpointing,
+        kernels=kernels,
         spans_nodes=None if gpus_per_node is None else run.spans_nodes(run.ranks),
         memory_gb=memory_gb,
         gpu=gpu,
@@ -208,6 +211,7 @@ def batch_memory(
         device: "cuda" or "cpu".
     """
     run = RunEstimator(cfg, num_gpus, memory_gb, device, None)
+    run.plan_kernels()
     return run.memory(latents, run.ranks, brief=True)
 
 

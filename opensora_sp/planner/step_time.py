@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from opensora_sp.config.sections import Lora
+from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -74,6 +75,7 @@ def predict_step(
     levels: Sequence[int] = (EVERYTHING,),
     micro_batches: int = 1,
     accumulates_locally: bool = False,
+    kernels: Kernels = "torch",
     lora: Lora | None = None,
     num_frames: int | None = None,
 ) -> StepTime:
@@ -87,6 +89,7 @@ def predict_step(
         world_spans_nodes: whether they lie on several nodes.
         levels: what the blocks keep under gradient checkpointing; one for all, or each block's.
         accumulates_locally: gradients are reduced once, in fp32, not in each micro-batch.
+        kernels: as in ``set_kernels``: "triton" takes all of them.
         lora: adapters that are trained alone.
         num_frames: of the video, for models with an input of each; by default those of the latents.
 
@@ -102,7 +105,10 @@ def predict_step(
     shape = BatchShape.of(config, latents[0], latents[2:])  # type: ignore[arg-type]
     passes: dict[str, Work] = {}
     for level, count in Counter(levels).items():
-        alike = _passes(name, config, latents, gpu, options, ranks, dtype, level, lora, num_frames)
+        with using_kernels(kernels):
+            alike = _passes(
+                name, config, latents, gpu, options, ranks, dtype, level, lora, num_frames
+            )
         for kind, one in alike.items():
             passes[kind] = passes.get(kind, Work()).plus(one, count / len(levels))
     recomputes = min(levels) < EVERYTHING
@@ -120,8 +126,8 @@ def predict_step(
     offloaded = offloaded_bytes(levels, shape, options, ranks, dtype.itemsize) * micro_batches
     copies = Work(bytes=2.0 * offloaded, seconds=2.0 * offloaded / gpu.to_host)
 
-    operators = sum(one.operators for one in work.values())
-    seconds = max(sum(one.seconds for one in work.values()), operators * gpu.launch)
+    launches = sum(one.launches for one in work.values())
+    seconds = max(sum(one.seconds for one in work.values()), launches * gpu.launch)
     # Copies to the host run beside forward, a quarter of the time where all is recomputed.
     seconds += max(0.0, copies.seconds / 2 - seconds / 4)
     text = float(latents[0] * config.model_max_length)
@@ -187,10 +193,10 @@ def _exchanges(
     )
     strategy = strategy_for(shape, options, ranks)
     exchanges = strategy.exchanges(shape, options, dtype.itemsize)
-    calls = sum(getattr(exchange, "count", 1) for exchange in exchanges)
+    calls = float(sum(getattr(exchange, "count", 1) for exchange in exchanges))
     calls *= 3 if any(sent.recompute) else 2
     seconds = gpu.link(spans_nodes=options.spans_nodes).seconds(sent.busiest, calls)
-    return Work(bytes=float(sent.busiest), operators=float(calls), seconds=seconds)
+    return Work(bytes=float(sent.busiest), operators=calls, seconds=seconds, launches=calls)
 
 
 def _optimizer(parameters: float, gpu: CostModel) -> Work:

@@ -17,6 +17,7 @@ from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.extra_inputs import extra_shapes
+from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora, targets_of_any_block
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
@@ -58,6 +59,7 @@ def trace_activations(
     training: bool,
     device: str = "cuda",
     compiled: bool = False,
+    kernels: Kernels = "torch",
     lora: Lora | None = None,
     num_frames: int | None = None,
 ) -> Activations:
@@ -69,6 +71,8 @@ def trace_activations(
         level: of gradient checkpointing in all blocks (``models/recompute.py``).
         device: "cuda" counts what torch's allocator would allocate, "cpu" the bytes of tensors.
         compiled: the parts between two switches are compiled by inductor.
+        kernels: as in ``set_kernels``: "triton" takes all of them, "auto" those that this process
+            has verified.
         lora: adapters that are trained alone.
         num_frames: of the video, see ``step_inputs``.
     """
@@ -80,7 +84,7 @@ def trace_activations(
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     at_segments: list[int] = []  # live bytes
     model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
-    with meta_device_module(), live:
+    with using_kernels(kernels), meta_device_module(), live:
         if compiled:
             compile_blocks(model, backend=fused_memory.backend)
             _passed(model, latents, ranks, training, live, num_frames)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.kernels import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.bucket_levels import BucketLevels, plan_bucket
@@ -145,6 +146,10 @@ def estimator_of(
     run = RunEstimator(cfg, mesh.world_size, memory / 1e9, device.type, None, mesh.ranks_per_node)
     if options is not None:
         run.options = options
+    if device.type == "cuda":
+        # Those that all ranks have verified: a kernel that failed runs in plain torch, which keeps
+        # more.
+        run.kernels = current_kernels()
     # Blocks that failed verification run in eager mode, which keeps more.
     run.compiles = module.compile_backend is not None
     return run

@@ -10,6 +10,7 @@ from interpreter import run_interpreted
 from torch._subclasses import FakeTensorMode
 
 from opensora_sp.models import kernels
+from opensora_sp.models.attention import choose_backend
 from opensora_sp.models.kernels import selection
 
 PACKAGE = "opensora_sp.models.kernels"
@@ -44,10 +45,30 @@ def test_settings(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("setting", ["auto", "triton", "torch"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_no_kernels_on_other_devices(setting, device):
+def test_no_kernels_on_a_cpu(setting):
     with kernels.using_kernels(setting):
-        assert not kernels.chosen("gelu", torch.empty(4, device=device))
+        assert not kernels.chosen("gelu", torch.empty(4))
+
+
+def test_meta_tensors_stand_for_those_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(selection, "_verified", {"gelu": (torch.bfloat16,)})
+    bf16, fp64 = (torch.empty(4, device="meta", dtype=one) for one in (torch.bfloat16, float))
+    assert kernels.chosen("gelu", bf16) and not kernels.chosen("qk_norm", bf16)
+    with kernels.using_kernels("triton"):
+        assert kernels.chosen("qk_norm", bf16) and not kernels.chosen("qk_norm", fp64)
+    with kernels.using_kernels("torch"):
+        assert not kernels.chosen("gelu", bf16)
+
+
+def test_the_planner_traces_the_attention_that_a_config_names():
+    sizes = torch.bfloat16, 72
+    with kernels.using_kernels("triton"):
+        names = {
+            name: choose_backend(name, torch.device("meta"), *sizes, length=15).name
+            for name in ("auto", "flash", "torch_flash", "short_rows")
+        }
+    assert names.pop("auto") == names.pop("short_rows") == "short_rows"
+    assert set(names.values()) == {"torch_flash"}
 
 
 def test_no_kernels_in_function_transforms(fake):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh
@@ -30,6 +31,7 @@ MODELS = {
 # Activations of a token that a block keeps on the device at each level, from OFFLOADED on, with an
 # MLP of four times the width.
 KEPT = (0, 1, 2, 3, 4, 7, 10, 14)
+KEPT_OF_EVERYTHING = {"torch": 27, "triton": 23}
 
 
 def gradients(model: torch.nn.Module, setting: Any) -> list[Tensor]:
@@ -85,14 +87,14 @@ def test_compiled_blocks_keep_all_or_nothing():
         gradients(model, [3] * len(model.transformer_blocks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kept_activations(ranks):
+@pytest.mark.parametrize(("ranks", "kernels"), [(1, "torch"), (2, "torch"), (1, "triton")])
+def test_kept_activations(ranks, kernels):
     """In 16 bits, in units of one activation of a token; flash attention keeps its sums as well."""
     config = dataclasses.replace(resolve_config("STDiT3-XL/2"), depth=2)
     latents = (1, 4, 8, 32, 32)
     token_bytes = 8 * 16 * 16 / ranks * config.hidden_size * 2
 
-    for level, expected in enumerate(KEPT, OFFLOADED):
+    for level, expected in enumerate((*KEPT, KEPT_OF_EVERYTHING[kernels]), OFFLOADED):
         traced = trace_activations(
             "STDiT3",
             config,
@@ -102,6 +104,7 @@ def test_kept_activations(ranks):
             dtype=torch.bfloat16,
             level=level,
             training=True,
+            kernels=kernels,
         )
         assert traced.pair / 2 / token_bytes == pytest.approx(expected, rel=0.03, abs=0.01), level
 
@@ -145,15 +148,19 @@ def test_the_highest_levels_that_fit(levels):
 CONFIG = str(Path(__file__).parents[2] / "configs/stdit3/train/64x512x512_sp8.py")
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    """Compiled by the config, and in eager mode where verification refused that."""
+@pytest.mark.parametrize(("compiled", "kernels"), [(True, "auto"), (False, "torch")])
+def test_the_budget_follows_how_blocks_run(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, kernels: Kernels
+) -> None:
+    """Compiled by the config, and in eager mode where verification refused that; with the kernels
+    that this process has verified.
+    """
     traced, set_levels, frames = [], [], []
 
     def trace(
         *args: Any, level: int, compiled: bool, num_frames: int | None, **others: Any
     ) -> Activations:
-        traced.append(compiled)
+        traced.append((compiled, others["kernels"]))
         frames.append(num_frames)
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
@@ -168,9 +175,10 @@ def test_the_budget_follows_how_blocks_run(monkeypatch: pytest.MonkeyPatch, comp
     cfg = load_train_config(CONFIG, ["sp_size=1", "compile=blocks", "grad_checkpoint=auto"])
     mesh = SequenceMesh.imagined(1, 0)
     device = torch.device("cuda")
-    budget = activations.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
+    with using_kernels(kernels):
+        budget = activations.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
     budget.fit(torch.Size([1, 4, 16, 64, 64]), 16)
-    assert traced and set(traced) == {compiled}
+    assert traced and set(traced) == {(compiled, kernels)}
     (levels,) = set_levels
     assert (set(levels) == {0, EVERYTHING}) == compiled, levels
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from opensora_sp.cli.plan import table
+from opensora_sp.config import load_train_config
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.cost_model import GPUS
+from opensora_sp.planner import plan, run_estimator
 from opensora_sp.planner.flops import ModelFlops
 from opensora_sp.planner.operators import (
     CROSS,
@@ -23,7 +26,9 @@ from opensora_sp.planner.operators import (
     SPATIAL,
     TEMPORAL,
     OperatorCounter,
+    Work,
 )
+from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.step_time import EXCHANGES, ZERO, StepTime, predict_step
 from opensora_sp.planner.trace import meta_model
 
@@ -57,6 +62,8 @@ def test_bytes_of_elementwise_operators():
 
 def test_views_and_allocations_cost_nothing():
     assert not counted(lambda a: (a.view(4, 32).transpose(0, 1), torch.empty_like(a)), (8, 16))
+    # A product of three dims is reshaped by a view that the operator's schema does not declare.
+    assert not counted(lambda a: torch.ops.aten._unsafe_view(a, [4, 32]), (8, 16))
 
 
 def test_gathers_and_copies():
@@ -98,6 +105,81 @@ def test_attentions_are_distinguished():
     assert work[SPATIAL].flops == calls * frames * patches**2
     assert work[TEMPORAL].flops == calls * patches * frames**2
     assert work[CROSS].flops == pytest.approx(2 * calls * frames * patches * 300, rel=1e-6)
+
+
+def pair_of(kernels: str, level: int = EVERYTHING) -> dict[str, Work]:
+    """The work of a pair of blocks on a clip of 16 x 1,024 tokens."""
+    shallow, deep = (
+        predict_step(
+            "STDiT3",
+            dataclasses.replace(XL2, depth=depth),
+            (1, 4, 16, 64, 64),
+            gpu=H200,
+            options=Options(),
+            ranks=1,
+            world=1,
+            dtype=BF16,
+            levels=[level],
+            kernels=kernels,
+        ).work
+        for depth in (2, 3)
+    )
+    return {kind: one.plus(shallow[kind], -1) for kind, one in deep.items()}
+
+
+def test_kernels_move_what_their_arguments_point_to():
+    """As ``tests/cuda/test_block_costs.py`` counts it under the stub: per block, in activations
+    24.0 forward and 37.6 backward, where plain torch moves 46.6 and 138.9."""
+    activation = 16 * 1024 * 1152 * 2
+    plain, fused = pair_of("torch"), pair_of("triton")
+    assert fused[ELEMENTWISE].bytes / 2 / activation == pytest.approx(24.0 + 37.6, rel=0.01)
+    assert plain[ELEMENTWISE].bytes / 2 / activation > 46.6 + 138.9
+
+    # FlashAttention's backward is one operator, of three kernels.
+    assert sum(one.operators for one in fused.values()) == pytest.approx(30 + 80, rel=0.15)
+    assert sum(one.operators for one in plain.values()) > 2 * (30 + 80)
+    # Python launches Triton's, which takes the host longer.
+    launches, of_plain = (sum(one.launches for one in pair.values()) for pair in (fused, plain))
+    assert of_plain < launches < 2 * of_plain
+
+
+@pytest.mark.parametrize("level", [EVERYTHING, 0])
+def test_kernels_compute_what_plain_torch_computes(level):
+    plain, fused = pair_of("torch", level), pair_of("triton", level)
+    for kind in (PRODUCTS, *ATTENTIONS):
+        assert fused[kind].flops == plain[kind].flops, kind
+    for kind in (PRODUCTS, SPATIAL, CROSS):
+        assert fused[kind].seconds == pytest.approx(plain[kind].seconds, rel=1e-3), kind
+
+    # Rows of 16 frames: FlashAttention-2 pads them to 128, and the kernel moves each tensor once.
+    moved = fused[TEMPORAL].bytes / H200.memory_bandwidth
+    assert fused[TEMPORAL].seconds == pytest.approx(moved)
+    assert fused[TEMPORAL].seconds < plain[TEMPORAL].seconds / 2
+
+
+CONFIG = Path(__file__).parents[2] / "configs/stdit3/train/64x512x512_sp8.py"
+
+
+def test_a_plan_is_of_the_kernels_of_a_run(monkeypatch):
+    """All verified; or plain torch, where the config asks for it or Triton is not installed."""
+    options = ["sp_size=1", "model.depth=2", "grad_checkpoint=False", "num_frames=16"]
+    made = []
+    for setting in ("auto", "torch"):
+        cfg = load_train_config(CONFIG, [*options, f"kernels={setting}"])
+        made.append(plan(cfg, 1, gpu="H200"))
+    fused, plain = (one.buckets[0] for one in made)
+    assert fused.time.seconds < plain.time.seconds
+    assert fused.memory.plain.activations < plain.memory.plain.activations
+
+    for one, kernels in zip(made, ("with Triton kernels", "in plain torch"), strict=True):
+        assert f"(predicted, {kernels})" in table(one) and one.to_dict()["kernels"] == kernels
+        is_listed = "temporal attention: the Triton kernel for short rows" in table(one)
+        assert is_listed == (kernels == "with Triton kernels")
+
+    monkeypatch.setattr(run_estimator.importlib.util, "find_spec", lambda name: None)
+    run = RunEstimator(load_train_config(CONFIG), 8, None, "cuda", None)
+    assert run.plan_kernels() == "in plain torch, since Triton is not installed here"
+    assert run.kernels == "torch"
 
 
 def test_further_pairs_add_alike():

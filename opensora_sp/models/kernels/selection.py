@@ -20,7 +20,7 @@ Kernels = Literal["auto", "triton", "torch"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Plain objects: torch.compile makes guards of what it reads here, and compiles again if it changes.
-_setting: str = "auto"
+_setting: Kernels = "auto"
 _verified: dict[str, tuple[torch.dtype, ...]] = {}
 
 
@@ -53,7 +53,7 @@ def check_kernels(kernels: str, device_type: str) -> None:
         )
 
 
-def current_kernels() -> str:
+def current_kernels() -> Kernels:
     """The setting of ``set_kernels``."""
     return _setting
 
@@ -66,7 +66,7 @@ def using_kernels(kernels: Kernels) -> Iterator[None]:
     try:
         yield
     finally:
-        set_kernels(before)  # type: ignore[arg-type]
+        set_kernels(before)
 
 
 def set_verified(name: str, dtypes: Iterable[torch.dtype]) -> None:
@@ -79,8 +79,9 @@ def chosen(name: str, like: Tensor) -> bool:
     if _setting == "torch":
         return False
 
-    if not like.is_cuda:
-        # Fake tensors have the device that they stand for; meta tensors have no kernels.
+    # Fake tensors have the device that they stand for. Meta tensors stand for those of a GPU, whose
+    # operators the planner traces.
+    if not (like.is_cuda or like.is_meta):
         return INTERPRETED and _setting == "triton" and like.device.type == "cpu"
 
     if like.dtype == torch.float64 or _is_transformed():
