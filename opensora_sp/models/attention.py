@@ -248,9 +248,14 @@ def torch_varlen_kernel(name: str, q: Tensor) -> varlen.FusedKernel | None:
     """
     if name == "reference" or q.device.type not in GPUS:
         return None
+    return _torch_varlen_kernel(name, Sequences(q.dtype, q.shape[-1]), q.device)
 
-    sequences = Sequences(q.dtype, q.shape[-1])
-    platform = Platform.of(q.device, deterministic=False)
+
+@cache  # each block asks, and looking for packages takes longer than many kernels
+def _torch_varlen_kernel(
+    name: str, sequences: Sequences, device: torch.device
+) -> varlen.FusedKernel | None:
+    platform = Platform.of(device, deterministic=False)
     if name != "efficient" and obstacle("torch_flash", sequences, platform) is None:
         return varlen.flash if varlen.available("_flash_attention_forward") else None
     if obstacle("efficient", sequences, platform) is None:

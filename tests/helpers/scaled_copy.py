@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opensora_sp.models.kernels.triton.operator import differentiable
+from opensora_sp.models.kernels.triton.operator import opaque_operator
 
 BLOCK = 1024
 
@@ -45,12 +45,20 @@ def fake(x: Tensor, factor: float) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-scaled_copy = differentiable(
-    "test_scaled_copy",
-    launch,
-    launch_backward,
-    fake=fake,
-    fake_backward=lambda grad_y, factor: fake(grad_y, factor),
-    outputs=["y"],
-    gradients=["x"],
-)
+forward = opaque_operator("test_scaled_copy", launch, fake)
+backward = opaque_operator("test_scaled_copy_backward", launch_backward, fake)
+
+
+class _ScaledCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return forward(x, factor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return backward(grad, ctx.factor), None
+
+
+def scaled_copy(x: Tensor, factor: float) -> Tensor:
+    return _ScaledCopy.apply(x, factor)

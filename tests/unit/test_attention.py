@@ -517,6 +517,8 @@ def test_torch_stands_in_with_a_kernel_that_takes_the_heads(
 ) -> None:
     """For packed tokens in compiled code, whatever takes those of eager mode."""
     monkeypatch.setattr(Platform, "of", lambda device, deterministic: platform)
+    uncached = module._torch_varlen_kernel.__wrapped__
+    monkeypatch.setattr(module, "_torch_varlen_kernel", uncached)
     q = torch.empty(4, 2, width, dtype=dtype, device="meta")
     kernel = None if expected is None else getattr(module.varlen, expected)
     assert module.torch_varlen_kernel(name, q) is kernel

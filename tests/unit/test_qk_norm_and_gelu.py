@@ -148,7 +148,7 @@ def check_gelu(dtype: torch.dtype) -> None:
             return torch.nn.functional.gelu(x + bias, approximate="tanh")
 
         with mock.patch.object(kernel, "MAX_PARTS", 2):
-            check(kernel._gelu, exact, [x.to(dtype), bias.to(dtype)], [grad.to(dtype)])
+            check(kernel.gelu, exact, [x.to(dtype), bias.to(dtype)], [grad.to(dtype)])
 
 
 @pytest.mark.parametrize("dtype", FAST_AND_SLOW)
@@ -203,7 +203,7 @@ def check_mixed_dtypes() -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
     x, bias = normal(4, 24, seed=0).bfloat16(), normal(24, seed=1)
-    *_, grad_bias = derivatives(gelu._gelu, [x, bias], [torch.ones_like(x)])
+    *_, grad_bias = derivatives(gelu.gelu, [x, bias], [torch.ones_like(x)])
     assert grad_bias.dtype == torch.float32
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .operator import differentiable
+from .operator import opaque_operator
 from .sums import sum_parts
 
 COLUMNS = 128  # of a tile; divides the widths of the released models
@@ -38,7 +38,13 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
         return y.view(*x.shape[:-1], len(bias))
-    return _gelu(F.linear(x, weight), bias)
+    return gelu(F.linear(x, weight), bias)
+
+
+def gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """``GELU(x + bias)``, x ``[..., F]``."""
+    y: Tensor = _Gelu.apply(x, bias)
+    return y
 
 
 def _goes_into_product(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -82,15 +88,21 @@ def _fake_backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     return x.new_empty(x.shape), torch.empty_like(bias)
 
 
-_gelu = differentiable(
-    "gelu",
-    _forward,
-    _backward,
-    fake=_fake,
-    fake_backward=_fake_backward,
-    outputs=["y"],
-    gradients=["x", "bias"],
-)
+gelu_forward = opaque_operator("gelu", _forward, _fake)
+gelu_backward = opaque_operator("gelu_backward", _backward, _fake_backward)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        y: Tensor = gelu_forward(x, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        grads: tuple[Tensor, Tensor] = gelu_backward(grad, *ctx.saved_tensors)
+        return grads
 
 
 def _arguments(x: Tensor) -> dict[str, Any]:

@@ -19,8 +19,7 @@ Here are the launches and the autograd functions; ``modulation_kernels.py`` has 
 Legend: as in ``reference/modulation.py``; N entries of a table ``[N, C]``.
 """
 
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,8 +41,7 @@ FEWEST_TOKENS = 16  # of a program in backward, since each writes sums
 PROGRAMS = 528  # at least, in backward: four for each multiprocessor of an H100
 
 
-@dataclass(frozen=True)
-class _Shares:
+class _Shares(NamedTuple):
     """How the tokens are distributed over programs; the fields are the kernels' ``COUNTS``.
 
     Attributes:
@@ -139,7 +137,7 @@ def _norm_modulate(
         total if branch is not None else None,
         modulated,
         shifts.stride(0),
-        *astuple(shares),
+        *shares,
         EPS=EPSILON,
         **_constants(x),
     )
@@ -174,7 +172,7 @@ def _norm_modulate_backward(
         sums,
         scales.stride(0),
         len(scales),
-        *astuple(shares),
+        *shares,
         HAS_BIAS=bias is not None,
         EPS=EPSILON,
         **_constants(total),
@@ -197,7 +195,7 @@ def _add_gated(
             bias,
             total,
             gates.stride(0),
-            *astuple(shares),
+            *shares,
             **_constants(x),
         )
     return total
@@ -236,7 +234,7 @@ def _add_gated_backward(
         sums,
         gates.stride(0),
         len(gates),
-        *astuple(shares),
+        *shares,
         **_constants(branch),
     )
     entries, grad_bias = sum_parts_and_bias(sums, gate.dtype, bias)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..reference.short_rows import HEAD_WIDTHS, LENGTHS
 from ..selection import INTERPRETED
-from .operator import differentiable
+from .operator import opaque_operator
 
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -209,7 +209,7 @@ def _short_rows_backward(
 
 def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """See ``reference/short_rows.py``."""
-    return _differentiable(q, k, v)
+    return _ShortRows.apply(q, k, v)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -275,12 +275,18 @@ def _constants(length: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     return dict(L=padded, LOW=low, HIGH=high, P=pairs, num_warps=warps)
 
 
-_differentiable = differentiable(
-    "short_rows",
-    _forward,
-    _backward,
-    fake=_fake,
-    fake_backward=_fake_backward,
-    outputs=["out"],
-    gradients=["q", "k", "v"],
-)
+short_rows_forward = opaque_operator("short_rows", _forward, _fake)
+short_rows_backward = opaque_operator("short_rows_backward", _backward, _fake_backward)
+
+
+class _ShortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        out: Tensor = short_rows_forward(q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        grads: tuple[Tensor, Tensor, Tensor] = short_rows_backward(grad, *ctx.saved_tensors)
+        return grads
