@@ -93,7 +93,7 @@ class Common(Strict):
 
     compile: Literal["auto", "blocks"] | None = "auto"
     """'blocks' compiles each block with torch.compile, 'auto' does so on CUDA where Triton is
-    installed; None is eager mode."""
+    installed and a kernel of ours does not run; None is eager mode."""
 
     kernels: Kernels = "auto"
     """'auto' runs the Triton kernels that passed verification on this device, 'triton' requires

@@ -68,26 +68,34 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
     return model
 
 
-def compiles_blocks(setting: str | None, device_type: str) -> bool:
+def compiles_blocks(setting: str | None, device_type: str, *, all_kernels_run: bool) -> bool:
     """Whether a config's ``compile`` has blocks compiled on "cuda" or "cpu".
 
-    "auto" compiles them on CUDA, where Triton and the C compiler that it calls are installed.
+    "auto" compiles them on CUDA where Triton and the C compiler that it calls are installed, unless
+    all Triton kernels of ``models/kernels`` run: they leave a compiler nothing to fuse.
     """
-    return setting == "blocks" or (setting == "auto" and _obstacle(device_type) is None)
+    return setting == "blocks" or (
+        setting == "auto" and _obstacle(device_type, all_kernels_run) is None
+    )
 
 
-def compile_as_set(model: nn.Module, setting: str | None, device_type: str) -> None:
+def compile_as_set(
+    model: nn.Module, setting: str | None, device_type: str, *, all_kernels_run: bool
+) -> None:
     """Compile the blocks of a model, or log why a config's ``compile`` leaves them as they are."""
-    if compiles_blocks(setting, device_type):
+    if compiles_blocks(setting, device_type, all_kernels_run=all_kernels_run):
         compile_blocks(model)
     elif setting == "auto":
-        logger.info("blocks run in eager mode: %s", _obstacle(device_type))
+        reason = _obstacle(device_type, all_kernels_run)
+        logger.info("blocks run in eager mode: %s", reason)
 
 
-def _obstacle(device_type: str) -> str | None:
+def _obstacle(device_type: str, all_kernels_run: bool) -> str | None:
     """Why "auto" does not compile on such devices; None if it does."""
     if device_type != "cuda":
         return f"the device is {device_type}"
+    if all_kernels_run:
+        return "all Triton kernels run, which leave a compiler nothing to fuse"
     if not has_triton():
         return "Triton is not installed"
     if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):

@@ -137,6 +137,8 @@ class RunEstimator:
         if importlib.util.find_spec("triton") is None:
             return "in plain torch, since Triton is not installed here"
         self.kernels = "triton"
+        # As a run under compile="auto", where all kernels are verified.
+        self.compiles = self.cfg.compile == "blocks"
         return "with Triton kernels"
 
     @cached_property

@@ -90,10 +90,10 @@ class Trainer:
 
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
-        self.kernels = {
-            **choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device),
-            **choose_compiled(self.module, dtype=dtype, device=device),
-        }
+        kernels = choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device)
+        all_run = set(kernels.values()) == {"triton"}
+        compile_as_set(self.module, cfg.compile, device.type, all_kernels_run=all_run)
+        self.kernels = kernels | choose_compiled(self.module, dtype=dtype, device=device)
         # Checkpoints of adapters hold nothing else.
         fixed = fixed_tensors(self.module) if cfg.lora is None else {}
         trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -231,13 +231,12 @@ class Trainer:
         }
 
     def _build_model(self, cfg: TrainConfig) -> ConditionedModel:
-        """The bare model with random weights, frozen, adapted and compiled as configured."""
+        """The bare model with random weights, frozen and adapted as configured."""
         torch.manual_seed(cfg.seed)
         model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
 
         choose_trained(model, cfg)
-        compile_as_set(model, cfg.compile, self.device.type)
         return model
 
     def _restore(

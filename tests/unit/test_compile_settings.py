@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,20 @@ def test_blocks_are_compiled_on_cuda_where_triton_is(
 ) -> None:
     monkeypatch.setattr(compile, "has_triton", lambda: True)
     monkeypatch.setenv("CC", "cc")
-    assert compiles_blocks("auto", "cuda") and compiles_blocks("blocks", "cpu")
-    assert not compiles_blocks("auto", "cpu") and not compiles_blocks(None, "cuda")
+    compiles = partial(compiles_blocks, all_kernels_run=False)
+    assert compiles("auto", "cuda") and compiles("blocks", "cpu")
+    assert not compiles("auto", "cpu") and not compiles(None, "cuda")
+    assert compiles_blocks("blocks", "cuda", all_kernels_run=True)
 
     model = build_model("STDiT3", **SMALL)
-    monkeypatch.setattr(compile, "has_triton", lambda: False)
     with caplog.at_level(logging.INFO):
+        compile_as_set(model, "auto", "cuda", all_kernels_run=True)
+        monkeypatch.setattr(compile, "has_triton", lambda: False)
         for setting, device_type in (("auto", "cuda"), ("auto", "cpu"), (None, "cuda")):
-            compile_as_set(model, setting, device_type)
+            compile_as_set(model, setting, device_type, all_kernels_run=False)
     assert model.compile_backend is None
     assert caplog.messages == [
+        "blocks run in eager mode: all Triton kernels run, which leave a compiler nothing to fuse",
         "blocks run in eager mode: Triton is not installed",
         "blocks run in eager mode: the device is cpu",
     ]
@@ -54,7 +59,7 @@ def test_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compile, "has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    assert not compiles_blocks("auto", "cuda")
+    assert not compiles_blocks("auto", "cuda", all_kernels_run=False)
 
 
 def test_the_cache_lies_in_the_users_folder_by_versions(cache: Path) -> None:
