@@ -5,8 +5,8 @@ since parameters are inputs of a graph. Shapes are static: every bucket has grap
 
 What differs from batch to batch within a bucket is dynamic: the number of text tokens, the lengths
 of packed attention, which is one operator (``packed_operator.py``), and the tokens inside of masks.
-The exchanges of sequence parallelism run between graphs, or in one (of branches and of heads).
-Those that gather tokens or round them end one.
+The exchanges of sequence parallelism run between graphs; those of branches and of heads are part of
+a block's graph. Gathers, and exchanges in low precision, end one.
 """
 
 from __future__ import annotations

@@ -74,9 +74,8 @@ class Attend(Point):
     """Where tokens attend to each other: those of a row, a window or a clip.
 
     ``kind`` of the attention, spatial or temporal, chooses the backend.
-    q, k and v are ``[R, L, H, D]``. ``groups`` are those of the rows, if found ahead. ``units`` are
-    the numbers of the rows, windows or clips that the tokens make up, where these are not just
-    those of the local rows (``Rows.groups``). Tokens outside of their clip get zero.
+    q, k and v are ``[R, L, H, D]``. ``groups`` are the rows, windows or clips of these tokens, if
+    found ahead. Tokens outside of their clip get zero.
     """
 
     def __init__(self, kind: str = SPATIAL) -> None:
@@ -90,12 +89,10 @@ class Attend(Point):
         v: Tensor,
         rows: Rows,
         groups: Groups | None = None,
-        *,
-        units: Sequence[int] | None = None,
     ) -> Tensor:
         backend = self._backend(rows)
         if groups is None:
-            groups = rows.groups(units)
+            groups = rows.groups()
         if groups.are_rows:
             return attention(q, k, v, backend=backend)
 

@@ -7,7 +7,8 @@ other model.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +58,10 @@ class LatentRows(Rows, Protocol):
     """Rows that know their place in the latents of the batch."""
 
     grid: LatentGrid
+    are_sequences: bool
 
+    def groups(self, units: Sequence[int] | None = None) -> Any: ...
+    def transposed(self) -> LatentRows: ...
     def slice(self, z: Tensor) -> Tensor: ...
     def samples(self, device: torch.device) -> Tensor: ...
     def inside(self, device: torch.device) -> Tensor: ...

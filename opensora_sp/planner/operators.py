@@ -29,7 +29,7 @@ PRODUCTS = "matrix products"
 ELEMENTWISE = "norms, elementwise, copies"
 SPATIAL, TEMPORAL, CROSS = "spatial attention", "temporal attention", "cross-attention"
 
-MATRIX_OPERATORS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+MATRIX_OPERATORS = (aten.mm, aten.addmm, aten._addmm_activation, aten.bmm, aten.baddbmm)
 # Which of an attention operator's arguments are queries and keys.
 ATTENTION_FORWARD = {
     aten._scaled_dot_product_flash_attention: (0, 1),

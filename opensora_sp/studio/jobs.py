@@ -82,8 +82,7 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     for request in requests_of(cfg):
         for path in (*request.prompt.references, *request.inputs.values()):
             folders.checked(path)
-    lora = resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)
-    cfg = cfg.model_copy(update={"lora": lora})
+    cfg = cfg.model_copy(update={"lora": resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)})
     requests, weights = preflight(cfg, nproc)
     return Work.of(cfg, requests[0], weights)
 

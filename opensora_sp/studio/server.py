@@ -92,7 +92,9 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     with closing(LocalRanks(nproc, serve, folders.outputs / "ranks.log")) as ranks:
         gr.mount_gradio_app(app, build(folders, Queue(folders, ranks)), "/", **options)
         app.add_middleware(Guard, token=token, cookie=f"studio-{port}")
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        # From here on Ctrl-C is noted: code that is not ours may swallow an exception.
+        signal.signal(signal.SIGINT, server.handle_exit)
         sys.stdout.write(f"http://{host}:{port}/?token={quote(token, safe='')}\n")
         sys.stdout.flush()
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])

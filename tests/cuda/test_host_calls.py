@@ -1,11 +1,13 @@
 """What the host does for a pair of blocks, counted: on a GPU, calls of Python take time as well.
 
-A pass of small batches is as long as its calls, about 0.3 us each. The bounds are what was counted.
-A change may lower them, and says why where it raises one.
+A pass of small batches takes as long as its calls, about 0.3 us each. The bounds are what was
+counted with Python 3.11, torch 2.5.1 and Triton 3.1, and 2 % for others. A change may lower them,
+and says why where it raises one.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from cuda_stub import requires_stub, run_on_stub
 pytestmark = [requires_stub, pytest.mark.slow]
 
 # Calls of functions, of Python and of C, for a pair of blocks: forward and backward.
-BOUNDS = {"torch": (1690, 200), "triton": (3720, 3590)}
+BOUNDS = {"torch": (1720, 205), "triton": (3800, 3660)}
 
 
 def on_passes(depth: int, kernels: str) -> list[Counter[str]]:
@@ -50,11 +52,13 @@ def calls_of(function: Callable[[], Any]) -> tuple[Counter[str], Any]:
         if event in ("call", "c_call"):
             found[str(frame.f_globals.get("__name__"))] += 1
 
+    gc.disable()  # finalizers are calls as well
     sys.setprofile(count)
     try:
         result = function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found, result
 
 

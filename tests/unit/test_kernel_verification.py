@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -346,3 +347,33 @@ def test_the_doctor_skips_kernels_without_triton(monkeypatch):
     setup = SimpleNamespace(device=CUDA)
     (finding,) = doctor_kernels.check_kernel("gelu", setup)
     assert finding.verdict == "skip" and finding.note == "Triton is not installed"
+
+
+def second_derivatives():
+    """By function of the kernels, the error of a backward pass that is to be differentiated."""
+    errors = {}
+    for name in kernel_names():
+        for example in examples_of(name, SIZES):
+            if example.gradients and example.function not in errors:
+                errors[example.function] = error_of_gradients(name, example)
+    return errors
+
+
+def error_of_gradients(name, example):
+    function = getattr(import_module(f"opensora_sp.models.kernels.triton.{name}"), example.function)
+    arguments = dict(example.arguments)
+    inputs = [arguments[one].requires_grad_() for one in example.gradients]
+    outputs = function(**arguments)
+    output = outputs[-1] if isinstance(outputs, tuple) else outputs
+    try:
+        torch.autograd.grad(output.square().sum(), inputs, create_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_second_derivatives_are_refused():
+    """Operators without a gradient would leave them out."""
+    errors = run_interpreted(second_derivatives)
+    assert len(errors) == 8
+    for function, error in errors.items():
+        assert "got a second derivative, of the Triton kernel" in str(error), function

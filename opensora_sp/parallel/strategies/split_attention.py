@@ -12,7 +12,7 @@ from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..layout import ExchangePlan, unit_ranges
 from ..options import Options
-from ..protocols import Rows
+from ..protocols import LatentRows, Rows
 from ..typed import Local
 from .exchanges import AllToAll, Exchange
 from .one_layout import OneLayout
@@ -62,7 +62,14 @@ class SplitAttention(OneLayout):
         return self._attend(local, *args, block="temporal")
 
     def _attend(
-        self, local: Local, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *of_rows: Any, block: str
+        self,
+        local: Local,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: LatentRows,
+        *of_rows: Any,
+        block: str,
     ) -> Any:
         """Attend with entries (token, head) in a block's layout; q, k, v are ``[R, L, H, D]``."""
         # Outside of a segment nothing is known ahead.
@@ -77,7 +84,7 @@ class SplitAttention(OneLayout):
         out = local(*qkv.unbind(3), ahead.rows, ahead.groups)
         return exchange(out.flatten(0, 2), ahead.back, self.group, kind="heads").view(q.shape)
 
-    def look_ahead(self, rows: Any, device: torch.device) -> dict[str, Ahead | None]:
+    def look_ahead(self, rows: LatentRows, device: torch.device) -> dict[str, Ahead | None]:
         """By the block whose attention it is; None for an attention that is local."""
         layouts = self.attention_layouts(rows.grid)
         return {
@@ -85,7 +92,7 @@ class SplitAttention(OneLayout):
             for block, layout in (("spatial", layouts.spatial), ("temporal", layouts.temporal))
         }
 
-    def _found(self, rows: Any, layout: str, device: torch.device) -> Ahead:
+    def _found(self, rows: LatentRows, layout: str, device: torch.device) -> Ahead:
         held = f"{self.layout_of(rows)} h"
         there = self.plan(rows, held, layout, device)
         back = self.plan(rows, layout, held, device)
@@ -93,7 +100,8 @@ class SplitAttention(OneLayout):
         # The last axis of the layout is the one that tokens of a row differ in.
         attended = "spatial" if layout.endswith("s") else "temporal"
         rows = rows if rows.layout == attended else rows.transposed()
-        return Ahead(rows, there, back, rows.groups(self.local_units(rows, layout)))
+        units = None if rows.are_sequences else self.local_units(rows, layout)
+        return Ahead(rows, there, back, rows.groups(units))
 
     def local_units(self, rows: Rows, layout: str) -> list[int]:
         """Numbers of the samples, rows or windows that attend here, in order, once per head."""

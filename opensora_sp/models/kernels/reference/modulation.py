@@ -128,6 +128,10 @@ def examples(sizes: Sizes) -> Iterator[Example]:
     yield from _calls(given)
     yield from _calls(given | dict(bias=None), gradients_lie_across=True)
 
+    # Entries and biases are frozen under LoRA.
+    for function in ("add_gated", "add_gated_twice"):
+        yield replace(_example(function, given), gradients=("x", "branch"))
+
     # Several programs for an entry, and more sums than the kernel that adds them takes at a time.
     for per, rows in (((2, 1, 1), (3, 37)), ((1, 140, 1), (140, 2))):
         yield _example("add_norm_modulate", _arguments(sizes.width, per, rows=rows))

@@ -54,7 +54,8 @@ def _goes_into_product(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     would apply GELU without the approximation. Under autocast the dtypes differ.
     """
     same = x.dtype == weight.dtype == bias.dtype and x.dtype in IN_PRODUCTS
-    return same and x.is_cuda and not torch.is_grad_enabled()
+    # Meta tensors stand for those of a GPU, in plans.
+    return same and x.device.type in ("cuda", "meta") and not torch.is_grad_enabled()
 
 
 def _forward(x: Tensor, bias: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def _add_gated(
 
 def _add_gated_backward(
     gate: Tensor,
-    branch: Tensor,
+    branch: Tensor | None,
     bias: Tensor | None,
     grad_total: Tensor,
     other: Tensor | None,
@@ -212,20 +212,23 @@ def _add_gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of gate, branch and bias, and the sum of both of the total's.
 
-    Empty tensors stand for what there is not: a bias, or a second gradient of the total.
+    Empty tensors stand for what there is not: a gate's gradient without the branch, a bias, or a
+    second gradient of the total.
     """
     grad_gate, grad_branch, grad_bias, grad = _fake_add_gated_backward(
         gate, branch, bias, grad_total, other, first, rows
     )
-    if not branch.numel():
+    if not grad_total.numel():
         return grad_gate.zero_(), grad_branch, grad_bias.zero_(), grad
 
     (gates,) = _tables(gate)
-    shares = _shares(branch, gate, first, rows, backward=True)
-    sums = _wide(gate, shares.programs, 1 + (bias is not None), *gates.shape)
+    shares = _shares(grad_total, gate, first, rows, backward=True)
+    sums = None
+    if branch is not None:
+        sums = _wide(gate, shares.programs, 1 + (bias is not None), *gates.shape)
     add_gated_backward_kernel[len(gates) * shares.programs,](
         gates,
-        branch.contiguous(),
+        branch.contiguous() if branch is not None else None,
         bias,
         *_with_steps(grad_total),
         other.contiguous() if other is not None else None,
@@ -235,8 +238,10 @@ def _add_gated_backward(
         gates.stride(0),
         len(gates),
         *shares,
-        **_constants(branch),
+        **_constants(grad_total),
     )
+    if sums is None:
+        return grad_gate, grad_branch, grad_bias, grad
     entries, grad_bias = sum_parts_and_bias(sums, gate.dtype, bias)
     return entries.view(gate.shape), grad_branch, grad_bias, grad
 
@@ -274,16 +279,17 @@ def _fake_add_gated(
 
 def _fake_add_gated_backward(
     gate: Tensor,
-    branch: Tensor,
+    branch: Tensor | None,
     bias: Tensor | None,
     grad_total: Tensor,
     other: Tensor | None,
     first: int,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_bias = _like(branch, 0) if bias is None else _like(bias)
-    grad = _like(branch, 0) if other is None else _like(branch)
-    return _like(gate), _like(branch), grad_bias, grad
+    grad_gate = _like(gate, 0) if branch is None else _like(gate)
+    grad_bias = _like(grad_total, 0) if bias is None else _like(bias)
+    grad = _like(grad_total, 0) if other is None else _like(grad_total)
+    return grad_gate, _like(grad_total), grad_bias, grad
 
 
 norm_modulate_forward = opaque_operator("norm_modulate", _norm_modulate, _fake_norm_modulate)
@@ -341,7 +347,9 @@ class _AddGated(torch.autograd.Function):
         rows: int,
         twice: bool,
     ) -> Any:
-        ctx.save_for_backward(gate, branch, bias)
+        # A frozen gate and bias, as under LoRA, need no branch.
+        _, of_gate, _, of_bias, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(gate, *((branch, bias) if of_gate or of_bias else (None, None)))
         ctx.rows = (first, rows)
         total = add_gated_forward(x, gate, branch, bias, first, rows)
         return (total, total.view_as(total)) if twice else total
@@ -355,8 +363,9 @@ class _AddGated(torch.autograd.Function):
             gate, branch, bias, grad_total, other, *ctx.rows
         )
         of_x = grad_total if other is None else grad
+        of_gate = None if branch is None else grad_gate
         of_bias = None if bias is None else grad_bias
-        return of_x, grad_gate, grad_branch, of_bias, None, None, None
+        return of_x, of_gate, grad_branch, of_bias, None, None, None
 
 
 def norm_modulate(

@@ -248,12 +248,15 @@ def add_gated_backward_kernel(
         if other is not None:
             own += tl.load(other + place, inside, 0).to(WIDE)
             tl.store(grad + place, own, inside)
-        grad_gate += own * (tl.load(branch + place, inside, 0).to(WIDE) + added)
+        if branch is not None:
+            grad_gate += own * (tl.load(branch + place, inside, 0).to(WIDE) + added)
         grad_total_sum += own
         tl.store(grad_branch + place, own * factor, inside)
 
     part = tl.program_id(0) % programs
-    if bias is None:
+    if branch is None:
+        pass  # the gate is frozen
+    elif bias is None:
         tl.store(sums + (part * entries + entry) * WIDTH + columns, grad_gate, inside)
     else:
         place = (part * 2 * entries + entry) * WIDTH + columns

@@ -26,7 +26,9 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 def opaque_operator(name: str, function: Function, fake: Function) -> Function:
     """The torch operator ``opensora_sp::<name>``, without a gradient.
 
-    It launches on the device of its first argument, whatever the current device is.
+    It launches on the device of its first argument, whatever the current device is. An autograd
+    function calls it, in forward and in backward. Differentiating that backward again raises a
+    RuntimeError, and so does calling the operator where it would have to be differentiated.
 
     Args:
         function: launches kernels. The first parameter is a tensor. Parameters and results have
@@ -38,6 +40,11 @@ def opaque_operator(name: str, function: Function, fake: Function) -> Function:
     @uncompiled  # what a graph calls is not compiled in turn
     @wraps(function)
     def on_device(first: Tensor, *args: Any) -> Any:
+        if torch.is_grad_enabled() and _need_gradients(first, *args):
+            raise RuntimeError(
+                f"got a second derivative, of the Triton kernel {name!r}; expected first ones, "
+                "which it has; set kernels='torch'"
+            )
         # Triton launches on the current device and its stream. Does nothing on a CPU.
         with torch.cuda.device_of(first):
             return function(first, *args)
@@ -49,3 +56,7 @@ def opaque_operator(name: str, function: Function, fake: Function) -> Function:
     torch.library.register_fake(f"opensora_sp::{name}", fake, lib=_LIBRARY)
     overload: Function = getattr(torch.ops.opensora_sp, name).default
     return overload
+
+
+def _need_gradients(*args: Any) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in args)
