@@ -17,6 +17,7 @@ from cuda_cases import cache
 from cuda_stub import phase, requires_stub, run_on_stub
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from opensora_sp.config.sections import Lora
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.attention import attention
 from opensora_sp.models.kernels import Kernels, using_kernels
@@ -46,6 +47,7 @@ class Case:
     compiled: bool = False
     kernels: Kernels = "torch"
     level: int | None = None  # of all blocks, instead of ``checkpointing``
+    lora: Lora | None = None
     options: Options = field(default_factory=Options)
 
     @property
@@ -141,6 +143,7 @@ def traced(case: Case) -> Activations:
         training=case.training,
         compiled=case.compiled,
         kernels=case.kernels,
+        lora=case.lora,
     )
 
 
@@ -218,6 +221,18 @@ WITH_KERNELS = {
     "STDiT2": Case((2, 4, 16, 32, 48), model="STDiT2-XL/2", checkpointing=False, kernels="triton"),
     "sampling": Case(CLIPS, training=False, kernels="triton"),
 }
+ADAPTED = [
+    Case(CLIPS, kernels="triton", level=level, dtype=dtype, lora=Lora(rank=16))
+    for level in (0, 3, EVERYTHING)
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ADAPTED, ids=lambda case: f"{case.level} {case.dtype}")
+def test_kernels_keep_no_more_than_plain_torch_where_adapters_are_trained(case: Case) -> None:
+    """Of frozen gates and biases they keep no branches. Batch sizes are chosen in plain torch."""
+    assert predicted(case) <= predicted(replace(case, kernels="torch"))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ python scripts/precompute.py configs/stdit3/train/lora_80gb.py -o cache/lora \\
 python scripts/train.py configs/stdit3/train/lora_24gb.py
 
 Predicted with Triton kernels, without the encoders:
-    1 GPU of 24 GB: 19.4 GB
+    1 GPU of 24 GB: 19.3 GB
 """
 
 _base_ = ["lora_80gb.py"]
