@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -80,14 +80,17 @@ def compiles_blocks(setting: str | None, device_type: str, *, all_kernels_run: b
 
 
 def compile_as_set(
-    model: nn.Module, setting: str | None, device_type: str, *, all_kernels_run: bool
+    model: nn.Module, setting: str | None, device_type: str, kernels: Mapping[str, str]
 ) -> None:
-    """Compile the blocks of a model, or log why a config's ``compile`` leaves them as they are."""
-    if compiles_blocks(setting, device_type, all_kernels_run=all_kernels_run):
+    """Compile the blocks of a model, or log why a config's ``compile`` leaves them as they are.
+
+    ``kernels``: "triton" or "torch" for each kernel (``choose_kernels``).
+    """
+    all_run = set(kernels.values()) == {"triton"}
+    if compiles_blocks(setting, device_type, all_kernels_run=all_run):
         compile_blocks(model)
     elif setting == "auto":
-        reason = _obstacle(device_type, all_kernels_run)
-        logger.info("blocks run in eager mode: %s", reason)
+        logger.info("blocks run in eager mode: %s", _obstacle(device_type, all_run))
 
 
 def _obstacle(device_type: str, all_kernels_run: bool) -> str | None:

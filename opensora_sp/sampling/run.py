@@ -238,8 +238,7 @@ def load_model(
     dtype = DTYPES[cfg.precision]
     model.requires_grad_(False).eval().to(device, dtype)
     kernels = choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
-    all_run = set(kernels.values()) == {"triton"}
-    compile_as_set(model, cfg.compile, device.type, all_kernels_run=all_run)
+    compile_as_set(model, cfg.compile, device.type, kernels)
     choose_compiled(model, dtype=dtype, device=device)
     parallelize(model, mesh, cfg.parallel_options(cost_model_of(cfg.cost_model)))
     return model

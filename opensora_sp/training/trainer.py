@@ -91,8 +91,7 @@ class Trainer:
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
         kernels = choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device)
-        all_run = set(kernels.values()) == {"triton"}
-        compile_as_set(self.module, cfg.compile, device.type, all_kernels_run=all_run)
+        compile_as_set(self.module, cfg.compile, device.type, kernels)
         self.kernels = kernels | choose_compiled(self.module, dtype=dtype, device=device)
         # Checkpoints of adapters hold nothing else.
         fixed = fixed_tensors(self.module) if cfg.lora is None else {}

@@ -43,10 +43,10 @@ def test_blocks_are_compiled_on_cuda_where_triton_is(
 
     model = build_model("STDiT3", **SMALL)
     with caplog.at_level(logging.INFO):
-        compile_as_set(model, "auto", "cuda", all_kernels_run=True)
+        compile_as_set(model, "auto", "cuda", {"gelu": "triton", "qk_norm": "triton"})
         monkeypatch.setattr(compile, "has_triton", lambda: False)
         for setting, device_type in (("auto", "cuda"), ("auto", "cpu"), (None, "cuda")):
-            compile_as_set(model, setting, device_type, all_kernels_run=False)
+            compile_as_set(model, setting, device_type, {"gelu": "triton", "qk_norm": "torch"})
     assert model.compile_backend is None
     assert caplog.messages == [
         "blocks run in eager mode: all Triton kernels run, which leave a compiler nothing to fuse",

@@ -376,4 +376,4 @@ def test_second_derivatives_are_refused():
     errors = run_interpreted(second_derivatives)
     assert len(errors) == 8
     for function, error in errors.items():
-        assert "got a second derivative, of the Triton kernel" in str(error), function
+        assert "got a second derivative of the Triton kernel" in str(error), function

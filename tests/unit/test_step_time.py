@@ -38,9 +38,10 @@ XL2 = dataclasses.replace(resolve_config("STDiT3-XL/2"), depth=4)
 ATTENTIONS = (SPATIAL, TEMPORAL, CROSS)
 
 
-def predict(*latents: int, **options: object) -> StepTime:
+def predict(*latents: int, depth: int = 4, **options: object) -> StepTime:
+    config = dataclasses.replace(XL2, depth=depth)
     defaults = dict(gpu=H200, options=Options(), ranks=1, world=1, dtype=BF16, levels=[EVERYTHING])
-    return predict_step("STDiT3", XL2, latents, **{**defaults, **options})  # type: ignore[arg-type]
+    return predict_step("STDiT3", config, latents, **{**defaults, **options})  # type: ignore[arg-type]
 
 
 def counted(function, *shapes):
@@ -110,18 +111,7 @@ def test_attentions_are_distinguished():
 def pair_of(kernels: str, level: int = EVERYTHING) -> dict[str, Work]:
     """The work of a pair of blocks on a clip of 16 x 1,024 tokens."""
     shallow, deep = (
-        predict_step(
-            "STDiT3",
-            dataclasses.replace(XL2, depth=depth),
-            (1, 4, 16, 64, 64),
-            gpu=H200,
-            options=Options(),
-            ranks=1,
-            world=1,
-            dtype=BF16,
-            levels=[level],
-            kernels=kernels,
-        ).work
+        predict(1, 4, 16, 64, 64, depth=depth, levels=[level], kernels=kernels).work
         for depth in (2, 3)
     )
     return {kind: one.plus(shallow[kind], -1) for kind, one in deep.items()}
@@ -183,20 +173,10 @@ def test_a_plan_is_of_the_kernels_of_a_run(monkeypatch):
 
 
 def test_further_pairs_add_alike():
-    deep = dataclasses.replace(XL2, depth=6)
-    predicted = predict_step(
-        "STDiT3",
-        deep,
-        (1, 4, 4, 16, 16),
-        gpu=H200,
-        options=Options(),
-        ranks=2,
-        world=2,
-        dtype=BF16,
-        levels=[0],
+    deep, shallow = (
+        predict(1, 4, 4, 16, 16, depth=depth, ranks=2, world=2, levels=[0]) for depth in (6, 4)
     )
-    shallow = predict(1, 4, 4, 16, 16, ranks=2, world=2, levels=[0])
-    pair = predicted.work[PRODUCTS].plus(shallow.work[PRODUCTS], -1)
+    pair = deep.work[PRODUCTS].plus(shallow.work[PRODUCTS], -1)
     assert pair.flops > 0
     assert pair.operators == pytest.approx(2 * 2 * 30, rel=0.2)
 

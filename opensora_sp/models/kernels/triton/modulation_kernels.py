@@ -254,11 +254,9 @@ def add_gated_backward_kernel(
         tl.store(grad_branch + place, own * factor, inside)
 
     part = tl.program_id(0) % programs
-    if branch is None:
-        pass  # the gate is frozen
-    elif bias is None:
-        tl.store(sums + (part * entries + entry) * WIDTH + columns, grad_gate, inside)
-    else:
-        place = (part * 2 * entries + entry) * WIDTH + columns
+    if sums is not None:
+        kinds: tl.constexpr = 1 if bias is None else 2
+        place = (part * kinds * entries + entry) * WIDTH + columns
         tl.store(sums + place, grad_gate, inside)
-        tl.store(sums + place + entries * WIDTH, grad_total_sum * factor, inside)
+        if bias is not None:
+            tl.store(sums + place + entries * WIDTH, grad_total_sum * factor, inside)

@@ -42,8 +42,8 @@ def opaque_operator(name: str, function: Function, fake: Function) -> Function:
     def on_device(first: Tensor, *args: Any) -> Any:
         if torch.is_grad_enabled() and _need_gradients(first, *args):
             raise RuntimeError(
-                f"got a second derivative, of the Triton kernel {name!r}; expected first ones, "
-                "which it has; set kernels='torch'"
+                f"got a second derivative of the Triton kernel {name!r}; expected first "
+                "derivatives alone; set kernels='torch'"
             )
         # Triton launches on the current device and its stream. Does nothing on a CPU.
         with torch.cuda.device_of(first):
