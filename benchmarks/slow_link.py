@@ -53,6 +53,7 @@ RANKS, PATCHES, WIDTH, HEADS = 2, 256, 288, 4
 DEVICE, ADDRESSES = "eth0", ("10.87.0.1", "10.87.0.2")  # seen inside the two namespaces only
 STORE = f"tcp://{ADDRESSES[0]}:29500"
 PROBE_BYTES = 4_000_000
+EXCHANGES = ("switch", "heads")  # kinds of collectives that are all-to-alls here
 SWITCH_TO_ULYSSES, OVERLAP_TO_SWITCH = 0.6, 0.9  # limits of the ratios, with checkpointing
 
 
@@ -187,8 +188,8 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         for n in args.chunks
     ]
     bench.say(
-        "| case | checkpointing | seconds | ratio to switch | MB sent per rank and step "
-        "|\n|---|---|---|---|---|"
+        "| case | checkpointing | seconds | ratio to switch | MB sent per rank and step | "
+        "all-to-alls |\n|---|---|---|---|---|---|"
     )
 
     seconds = bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=True)
@@ -273,7 +274,7 @@ class Bench:
 
     def several(self, case: Case) -> tuple[float, int]:
         """Median seconds, and bytes sent, of a step with checkpointing."""
-        seconds, sent = zip(*(self.step(case) for _ in range(self.repeats)))
+        seconds, sent, _ = zip(*(self.step(case) for _ in range(self.repeats)))
         return median(seconds), sent[0]
 
     def time_all(self, cases: list[Case], *, checkpointing: bool) -> dict[str, float]:
@@ -289,17 +290,17 @@ class Bench:
 
         timed = {}
         for case, steps in zip(cases, zip(*rounds)):
-            timed[case.name] = median(seconds for seconds, _ in steps)
+            timed[case.name] = median(seconds for seconds, *_ in steps)
 
-        for case, (_, sent) in zip(cases, rounds[0], strict=True):
+        for case, (_, sent, calls) in zip(cases, rounds[0], strict=True):
             self.say(
                 f"| {case.name} | {'yes' if checkpointing else 'no'} | {timed[case.name]:.2f} | "
-                f"{timed[case.name] / timed[PLAIN.name]:.2f} | {sent / 1e6:.2f} |"
+                f"{timed[case.name] / timed[PLAIN.name]:.2f} | {sent / 1e6:.2f} | {calls} |"
             )
         return timed
 
-    def step(self, case: Case, *, checkpointing: bool = True) -> tuple[float, int]:
-        """Seconds and bytes sent of one forward and backward pass."""
+    def step(self, case: Case, *, checkpointing: bool = True) -> tuple[float, int, int]:
+        """Seconds, bytes sent and all-to-alls of one forward and backward pass."""
         self.model.set_grad_checkpoint(checkpointing)
         self.model.zero_grad()
         parallelize(self.model, self.mesh, **case.options)
@@ -308,7 +309,8 @@ class Bench:
             shard = self.model(*self.inputs, output="shards")
             rank_loss(velocity_loss(shard, self.x), global_samples=1, world_size=RANKS).backward()
         unwrap(self.model)
-        return clock.seconds, sum(counter.bytes.values())
+        calls = [n for (kind, _), n in counter.calls.items() if kind in EXCHANGES]
+        return clock.seconds, sum(counter.bytes.values()), sum(calls)
 
     def carried(self, transfer: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
         """Mbit/s of ``transfer(received, sent)`` to the other rank at the chosen rate."""

@@ -15,7 +15,6 @@ from typing import Any
 from .batch_shape import BatchShape
 
 ELEMENT_BYTES = 2  # bf16
-REFERENCE_WIDTH = 1152  # of STDiT3-XL/2, for which the latency of a preset is stated
 
 TIMES = ("latency", "network_latency", "shortest_kernel", "launch")  # in seconds; may be 0
 MIN_RATE = 1e-30
@@ -115,14 +114,6 @@ class CostModel:
         if spans_nodes:
             return Link("between nodes", self.network_bandwidth, self.network_latency)
         return Link("inside a node", self.bandwidth, self.latency)
-
-    @property
-    def min_chunk_tokens(self) -> int:
-        """Tokens of the smallest chunk whose transfer takes as long as its launch.
-
-        Counted at the width of STDiT3-XL/2, whatever the model: one number for all.
-        """
-        return max(1, round(self.latency * self.bandwidth / (REFERENCE_WIDTH * ELEMENT_BYTES)))
 
     def attention(
         self, rows: float, queries: int, keys: int, width: int, *, backward: bool = False

@@ -30,7 +30,6 @@ from opensora_sp.parallel.overlap import InFlightSwitch
 from opensora_sp.parallel.strategies import SplitHeads
 
 pytestmark = pytest.mark.core
-SMALL_CHUNKS = CostModel(flops=400e12, bandwidth=100e9, latency=0)
 FREE_LINKS = CostModel(flops=400e12, bandwidth=1e30, latency=0)
 SLOW_LINKS = CostModel(flops=400e12, bandwidth=800e3, latency=0)
 CASES = [
@@ -42,9 +41,9 @@ CASES = [
 ]
 BASELINES = [dict(strategy="ulysses"), dict(strategy="split_gather")]
 OVERLAPS = [
-    dict(overlap_chunks=3, cost_model=SMALL_CHUNKS),
-    dict(overlap_backward=True, cost_model=SMALL_CHUNKS),
-    dict(overlap_chunks=2, overlap_backward=True, cost_model=SMALL_CHUNKS),
+    dict(overlap_chunks=3),
+    dict(overlap_backward=True),
+    dict(overlap_chunks=2, overlap_backward=True),
 ]
 
 
@@ -197,7 +196,6 @@ def recompute_runs_while_gradients_are_in_flight() -> None:
             mesh,
             overlap_backward=overlap_backward,
             overlap_chunks=2,
-            cost_model=SMALL_CHUNKS,
         )
         out = model(**make_inputs(case)).sum()
         events.clear()

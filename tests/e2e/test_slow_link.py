@@ -17,7 +17,8 @@ from runs import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 ATTEMPTS = 3
-SMALL = ["--frames", "8", "--pairs", "2", "--chunks", "4", "--repeats", "2", "--only-limits"]
+PAIRS, CHUNKS = 2, 4
+SMALL = f"--pairs {PAIRS} --chunks {CHUNKS} --repeats 2 --only-limits".split()
 
 
 def gives_namespaces() -> bool:
@@ -26,6 +27,18 @@ def gives_namespaces() -> bool:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
     subprocess.run(["ip", "netns", "delete", name], capture_output=True)
     return made
+
+
+def rows_of(report: str) -> list[list[str]]:
+    """The cells of a table's rows, below its two lines of headers."""
+    lines = [line for line in report.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
+
+
+def rows_of(report: str) -> list[list[str]]:
+    """The cells of the table's rows, without its headers."""
+    lines = [line for line in report.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
 
 
 @pytest.mark.skipif(
@@ -50,3 +63,7 @@ def test_limits_are_kept() -> None:
 
     assert done.returncode == 0, "\n\n".join(reports)
     assert done.stdout.count(": kept\n") == 2, done.stdout
+    calls = {cells[1]: int(cells[-2]) for cells in rows_of(done.stdout)}
+    switches = 2 * (2 * PAIRS - 1)  # between all blocks, forward and backward
+    assert calls["switch"] == switches
+    assert calls[f"switch, {CHUNKS} chunks, backward"] == CHUNKS * switches

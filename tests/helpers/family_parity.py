@@ -9,13 +9,11 @@ from parity_cases import DEPTH, Case, compare_with_one_process
 
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import SplitHeads
 
 BLOCKS = DEPTH  # of a spatial and a temporal part each
 CHUNKS = 2
-SMALL_CHUNKS = CostModel(flops=400e12, bandwidth=100e9, latency=0)
-OVERLAP = dict(overlap_backward=True, overlap_chunks=CHUNKS, cost_model=SMALL_CHUNKS)
+OVERLAP = dict(overlap_backward=True, overlap_chunks=CHUNKS)
 
 
 @dataclass(frozen=True)

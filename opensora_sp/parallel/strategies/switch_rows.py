@@ -125,10 +125,8 @@ class SwitchRows(Strategy):
         return self.in_flight.start((function(*xs, *own) for xs, own in chunks), num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
-        """At most as many as configured, none small or empty; the same on all ranks."""
-        fewest = min(self.row_counts(rows))
-        worthwhile = fewest * rows.length // self.options.cost_model.min_chunk_tokens
-        return max(1, min(self.options.num_chunks, worthwhile, fewest))
+        """As many as configured, but none empty on any rank."""
+        return max(1, min(self.options.num_chunks, *self.row_counts(rows)))
 
     def _chunk_plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
         """Plans a switch of these rows, or its (chunk, num_chunks). It holds no tensor of the
