@@ -207,7 +207,7 @@ def test_compiled_for_heads_of_72(capability, length, padded, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (72, torch.float32)])
+@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (96, torch.bfloat16), (72, torch.float32)])
 def test_compiled_for_the_most_registers(width, dtype):
     for build in builds(32, width, dtype, 80):
         build.check()

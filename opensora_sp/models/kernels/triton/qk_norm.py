@@ -122,8 +122,9 @@ def _backward(
     # All heads of a token, or of several, so that sums over tokens stay where they are.
     heads = triton.next_power_of_2(call["HEADS"])
     call["VECTORS"] = vectors = max(call["VECTORS"], heads)
+    # Of 4 warps, each thread would take up to 255 registers, and with some compilers spill.
     call |= dict(
-        TOKENS=vectors // heads, HAS_BIAS=has_bias, num_warps=min(16, max(4, vectors // 4))
+        TOKENS=vectors // heads, HAS_BIAS=has_bias, num_warps=min(16, max(8, vectors // 4))
     )
     parts = min(MAX_PARTS, triton.cdiv(call["num_vectors"], call["HEADS"] * call["TOKENS"]))
 

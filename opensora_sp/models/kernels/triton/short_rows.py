@@ -185,7 +185,6 @@ def _short_rows_backward(
     grad = grad_ptr + (row * grad_row + token * grad_token + head * grad_head) * ALIGNED
     q_first, q_last = _load(q, exists, D, LOW, HIGH)
     k_first, k_last = _load(k, exists, D, LOW, HIGH)
-    v_first, v_last = _load(v, exists, D, LOW, HIGH)
     grad_first, grad_last = _load(grad, exists, D, LOW, HIGH)
     written = ((row * T + token) * H + head) * D
 
@@ -195,6 +194,8 @@ def _short_rows_backward(
     first, last = _product(turned, grad_first), _product(turned, grad_last)
     _store(grad_v_ptr + written, exists, first, last, D, LOW, HIGH)
 
+    # Loaded before, values would take registers that are needed until here.
+    v_first, v_last = _load(v, exists, D, LOW, HIGH)
     by_weight = _product(grad_first, _transpose(v_first)) + _product(grad_last, _transpose(v_last))
     mean = tl.sum(weights * by_weight, axis=2, keep_dims=True)
     scale = tl.full((1, 1, 1), 1 / D**0.5, weights.dtype)
