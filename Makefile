@@ -1,6 +1,7 @@
 # make demo   everything from nothing to sampled videos, on CPU
 # make test   the tests of the fast tier, in five minutes on two cores
-# make test-all   those, then all other tests that CI runs; test-docs and test-shutdown do in full what it samples
+# make test-all   those, then all other tests but the grids
+# make test-docs   all commands of the documentation; make test-shutdown   every way to end a run
 # make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/index.html
 # make test-mutations   ten planted faults, each of which make test has to catch
 # make lint   style, types, spelling, directions of imports, the Dockerfile; make scan   known vulnerabilities of what is installed
