@@ -54,8 +54,9 @@ class Options:
     overlap_chunks: int | Literal["auto"] = _option(
         "auto",
         "Chunks in which the end of a block is computed; each is sent while the next is computed. "
-        "1 turns this off. `auto` takes several where this saves more time than their launches "
-        "cost: between nodes, but hardly inside of one.",
+        "1 turns this off. No chunk is empty: with 2 frames on a rank there are at most 2. `auto` "
+        "takes several where this saves more time than their launches cost: between nodes, but "
+        "hardly inside of one.",
     )
     overlap_backward: bool = _option(
         False,

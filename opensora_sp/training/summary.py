@@ -97,14 +97,20 @@ def _describe_chunks(trainer: Trainer, options: Options, ranks: int) -> str:
     spans_nodes = mesh.spans_nodes if ranks == mesh.sp_size else ranks > mesh.ranks_per_node
     options = replace(options, spans_nodes=spans_nodes)
     strategy = strategy_for(shape, options, ranks)
-    if strategy is not SwitchRows:
+    if strategy is not SwitchRows or not shape.alternates:
         return f"off: with the strategy {strategy.label!r}, no tokens switch between blocks"
 
     element_size = trainer.module.dtype.itemsize
     chosen = with_chunks(options, shape, ranks, element_size=element_size).num_chunks
     costs = chunk_costs(options, shape, ranks, element_size=element_size)
     setting = f"overlap_chunks={options.overlap_chunks!r}"
-    return f"{'off' if chosen == 1 else chosen} ({setting}): {costs.describe()}"
+
+    # No chunk is empty on any rank.
+    layouts, lengths = SwitchRows.token_layouts(shape), (shape.patches, shape.frames)
+    held = (min(shape.entries(layout, ranks)) for layout in layouts)
+    most = max(1, min(tokens // length for tokens, length in zip(held, lengths, strict=True)))
+    limit = f", but {most} where a rank holds no more rows" if most < chosen else ""
+    return f"{'off' if chosen == 1 else chosen} ({setting}){limit}: {costs.describe()}"
 
 
 def session_of(trainer: Trainer) -> dict[str, Any]:

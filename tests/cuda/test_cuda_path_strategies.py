@@ -7,16 +7,17 @@ from cuda_stub import join, phase, requires_stub, run_on_stub
 pytestmark = requires_stub
 
 EIGHT_HEADS = dict(hidden_size=192, num_heads=8)
+CHUNKS = 2
+SWITCHES = 3  # of two pairs of blocks
 STRATEGIES = {
     "switch": {},
     "ulysses": dict(strategy="ulysses"),
     "split_gather": dict(strategy="split_gather"),
     "branch": dict(placement="branch"),
-    "branch bf16": dict(placement="branch", comm_dtype="bf16"),
     "branch fp8": dict(placement="branch", comm_dtype="fp8"),
-    "chunks": dict(overlap_chunks=2),
+    "chunks": dict(overlap_chunks=CHUNKS),
     "overlapped backward": dict(overlap_backward=True),
-    "chunks, overlapped backward": dict(overlap_chunks=2, overlap_backward=True),
+    "chunks, overlapped backward": dict(overlap_chunks=CHUNKS, overlap_backward=True),
 }
 
 
@@ -36,13 +37,12 @@ def step(model, inputs, name):
 
 def on_strategy(options, rank, samples, checkpoint):
     from opensora_sp.parallel import SequenceMesh, parallelize
-    from opensora_sp.parallel.cost_model import CostModel
 
     join(world=8, rank=rank)
     model = build("STDiT3", checkpoint=checkpoint, **EIGHT_HEADS)
-    small_chunks = CostModel(flops=400e12, bandwidth=100e9, latency=0)
-    parallelize(model, SequenceMesh(sp_size=8), cost_model=small_chunks, **options)
-    inputs = batch("STDiT3", model, samples=samples, size=(9, 20, 16))
+    parallelize(model, SequenceMesh(sp_size=8), **options)
+    # At least two frames on each rank, which can be sent in chunks.
+    inputs = batch("STDiT3", model, samples=samples, size=(17, 20, 8))
     step(model, inputs, "first ")
     step(model, inputs, "")
 
@@ -57,6 +57,10 @@ def test_a_strategy_sends_device_tensors_and_waits_for_nothing(name, checkpoint)
         sent = of_group("device", part)
         assert sent and {one.name for one in sent} == {"all_to_all_single"}
         assert all(len(one.ranks) == 8 for one in sent)
+        if "chunks" in name:
+            assert len(sent) == SWITCHES * CHUNKS
+        dtypes = {"branch fp8": "uint8"}
+        assert {one.dtypes for one in sent} == {(dtypes.get(name, "bfloat16"),)}
         assert not part.syncs, part.syncs
 
     # The check that all ranks have the same batch: two integers on the host.
@@ -68,10 +72,10 @@ def test_a_switch_sends_the_share_that_the_layouts_say():
     recording = run_on_stub(on_strategy, {}, 3, 1, False)
     forward, backward = (of_group("device", recording.in_phase(n)) for n in ("forward", "backward"))
 
-    # Two pairs of blocks: three switches, which come back in reverse.
-    # Rank 3 holds one frame of 80 patches.
-    assert [one.shapes for one in forward] == [((80, 192),), ((90, 192),), ((80, 192),)]
-    assert [one.shapes for one in backward] == [((90, 192),), ((80, 192),), ((90, 192),)]
+    # The switches come back in reverse.
+    # Rank 3 holds two frames of 40 patches, or five patches of 17 frames.
+    assert [one.shapes for one in forward] == [((80, 192),), ((85, 192),), ((80, 192),)]
+    assert [one.shapes for one in backward] == [((85, 192),), ((80, 192),), ((85, 192),)]
     assert {one.dtypes for one in forward + backward} == {("bfloat16",)}
 
 
@@ -79,7 +83,7 @@ def test_a_switch_sends_the_share_that_the_layouts_say():
 def test_ranks_at_the_ends(rank):
     recording = run_on_stub(on_strategy, {}, rank, 1, False)
     assert not recording.refused
-    assert len(of_group("device", recording.in_phase("forward"))) == 3
+    assert len(of_group("device", recording.in_phase("forward"))) == SWITCHES
 
 
 def test_whole_samples_send_nothing():

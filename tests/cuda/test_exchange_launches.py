@@ -11,7 +11,7 @@ import pytest
 from cuda_cases import batch, build, launched, step
 from cuda_stub import join, requires_stub, run_on_stub
 
-from opensora_sp.parallel.cost_model import CHUNK_LAUNCHES, FP8_LAUNCHES, CostModel
+from opensora_sp.parallel.cost_model import CHUNK_LAUNCHES, FP8_LAUNCHES
 
 pytestmark = [requires_stub, pytest.mark.slow]
 
@@ -21,8 +21,7 @@ def on_steps(depth: int, options: dict[str, Any]) -> None:
 
     join(world=8, rank=3)
     model = build("STDiT3", hidden_size=192, num_heads=8, depth=depth)
-    small_chunks = CostModel(flops=400e12, bandwidth=100e9, latency=0)
-    parallelize(model, SequenceMesh(sp_size=8), cost_model=small_chunks, **options)
+    parallelize(model, SequenceMesh(sp_size=8), **options)
     inputs = batch("STDiT3", model, samples=1, size=(32, 40, 32))
     step(model, inputs, "first ")
     step(model, inputs, "")

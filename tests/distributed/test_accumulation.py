@@ -47,7 +47,7 @@ OPTIONS = [
     "micro_batches_per_step=None",
     f"max_steps={STEPS}",
     *OF_EACH_STEP,
-    "batch_size=2",
+    "batch_size=3",  # on two ranks: whole samples would leave nothing to exchange
     "grad_checkpoint=False",
 ]
 # Ranks, what is set, and micro-batches of a step.
@@ -120,6 +120,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_is_that_of_the_joined_batch(name: str, folder: Path) -> None:
     _, own, per_step = RUNS[name]
+    switches = read_json(folder / name / "summary.json")["switches"]
+    assert bool(switches) == ("sp_size=2" in own)
+
     cfg, found = load_train_config(folder / "config.py", [*OPTIONS, *own]), losses(folder / name)
     for step, (loss, *states) in enumerate(one_process(cfg, per_step)):
         # Loss and norm are numbers in float32.

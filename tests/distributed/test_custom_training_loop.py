@@ -39,7 +39,9 @@ def steps(sp_size: int, with_ddp: bool, shards: bool) -> None:
             losses = velocity_loss(model(**micro, output="shards"), -micro["x"])
             loss = rank_loss(losses, global_samples=GLOBAL_BATCH, world_size=mesh.world_size)
         else:
-            loss = velocity_loss(model(**micro), -micro["x"]).mean()
+            # Replicas have different numbers of samples.
+            losses = velocity_loss(model(**micro), -micro["x"])
+            loss = losses.sum() * mesh.dp_size / GLOBAL_BATCH
         loss.backward()
         if not with_ddp:
             for parameter in trained:

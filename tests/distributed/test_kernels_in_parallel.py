@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import parity_cases
 import pytest
 import torch
@@ -23,6 +25,9 @@ WAYS = [
 
 
 def with_kernels() -> None:
+    # Triton is imported where it runs.
+    from opensora_sp.models.kernels.triton import modulation
+
     set_kernels("triton")
     mesh = SequenceMesh(sp_size=dist.get_world_size())
 
@@ -34,7 +39,10 @@ def with_kernels() -> None:
     for case, options, compiled in WAYS:
         # What assert_one_process_result calls.
         parity_cases.parallelize = parallelize_compiled if compiled else parallelize
-        assert_one_process_result(case, mesh, **options)
+        with mock.patch.object(modulation, "add_gated", wraps=modulation.add_gated) as kernel:
+            counter = assert_one_process_result(case, mesh, **options)
+        assert kernel.called
+        assert counter.calls["branch" if options else "switch", "backward"]
 
 
 def on_ranks() -> None:

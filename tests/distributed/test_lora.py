@@ -12,7 +12,7 @@ from typing import Any
 import parity_cases
 import pytest
 import torch
-from parity_cases import FULL, Case, assert_one_process_result
+from parity_cases import DEPTH, FULL, Case, assert_one_process_result
 from plugin_cases import GLOBAL_BATCH, STEPS, make_batch, make_model
 from random_weights import draw_weights
 from ranks import run_ranks
@@ -36,7 +36,7 @@ CLIP = (1, 5, 7, 9)
 OVERLAP = dict(overlap_chunks=2, overlap_backward=True)
 WAYS: list[tuple[Case, dict[str, Any]]] = [
     (Case(CLIP), {}),
-    (Case((2, 3, 5, 6), checkpoint=True), OVERLAP),
+    (Case((1, 6, 5, 6), checkpoint=True), OVERLAP),  # at least two rows on each rank
     (Case(CLIP, checkpoint=True), dict(placement="branch")),
     (Case(CLIP, checkpoint=(OFFLOADED, 0, 3, 6)), {}),
     (Case((1, 1, 4, 3)), {}),  # an image: single tokens, and ranks without any
@@ -69,7 +69,10 @@ def in_parallel(ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False)
     try:
         for case, options in ways:
             counter = assert_one_process_result(case, mesh, cost_model=free_links, **options)
-            assert counter.elements or case.size[1] == 1, (case, options)
+            exchanged = [key for key in counter.calls if key[0] not in ("check", "gather")]
+            assert bool(exchanged) == bool(case.size[0] % mesh.sp_size), (case, options)
+            if options == OVERLAP:
+                assert counter.calls["switch", "forward"] == 2 * (2 * DEPTH - 1)
         assert len(parity_cases.one_process_step(case, mesh)[1]) == 2 * 28 + 2
     finally:
         parity_cases.make_model, parity_cases.parallelize = bare, parallelize

@@ -14,13 +14,19 @@ from ranks import run_ranks
 from torch.utils.data import TensorDataset
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.parallel import CommLedger
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def boosted_cases(cases: list[tuple[int, int, int]]) -> None:
+def boosted_cases(cases: list[tuple[int, int, int]]) -> list[int]:
+    """Switches between layouts that this rank has made in each case."""
+    switches = []
     for case in cases:
-        boosted_steps(*case)
+        with CommLedger() as counter:
+            boosted_steps(*case)
+        switches.append(counter.calls["switch", "backward"])
+    return switches
 
 
 def boosted_steps(sp_size: int, stage: int, accumulate: int) -> None:
@@ -60,7 +66,9 @@ def boosted_steps(sp_size: int, stage: int, accumulate: int) -> None:
     [(2, [(2, 2, 1), (1, 1, 3), (2, 1, 2)]), (3, [(3, 2, 2)]), (4, [(2, 2, 1), (4, 1, 3)])],
 )
 def test_steps_equal_one_process(world: int, cases: list[tuple[int, int, int]]) -> None:
-    run_ranks(world, boosted_cases, cases)
+    switches = zip(*run_ranks(world, boosted_cases, cases), strict=True)
+    for (sp_size, *_), of_ranks in zip(cases, switches, strict=True):
+        assert any(of_ranks) == (sp_size > 1)
 
 
 def users_own_loop() -> list[float]:

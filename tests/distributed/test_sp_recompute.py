@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from parity_cases import FULL, PLAIN, Case, assert_one_process_result
+from parity_cases import DEPTH, FULL, Case, assert_one_process_result
 from ranks import run_ranks
 from runs import TRAIN, write_toy_set
 from worlds import TRAINING, in_worlds
@@ -19,6 +19,7 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.core
+CLIP = Case((1, 7, 5, 9))  # at least two frames on each rank
 IMAGE = Case((1, 1, 4, 3))  # heads are exchanged inside of blocks
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -28,6 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
     dict(strategy="ulysses"),
     dict(strategy="split_gather"),
 ]
+SWITCHES = 2 * DEPTH - 1
 LEVELS = [(1, 2, 3, 4), (5, 6, -1, -1)]  # of the four blocks; 0 and 7 are those of other tests
 
 
@@ -35,10 +37,17 @@ def compare() -> None:
     mesh = SequenceMesh(dist.get_world_size())
     for levels in LEVELS:
         for options in OPTIONS:
-            assert_one_process_result(replace(PLAIN[0], checkpoint=levels), mesh, **options)
-        assert_one_process_result(replace(IMAGE, checkpoint=levels), mesh)
-        masked = replace(FULL, size=(2, 5, 5, 7), checkpoint=levels)
-        assert_one_process_result(masked, mesh)
+            counter = assert_one_process_result(replace(CLIP, checkpoint=levels), mesh, **options)
+            if not {"strategy", "placement"} & set(options):
+                chunks = options.get("overlap_chunks", 1)
+                assert counter.calls["switch", "backward"] == SWITCHES * chunks
+
+        counter = assert_one_process_result(replace(IMAGE, checkpoint=levels), mesh)
+        assert counter.calls["heads", "backward"] == 2 * DEPTH
+        # As many samples as the ranks do not divide.
+        masked = replace(FULL, size=(5 - mesh.sp_size, 5, 5, 7), checkpoint=levels)
+        counter = assert_one_process_result(masked, mesh)
+        assert counter.calls["switch", "backward"] == SWITCHES
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -30,12 +30,6 @@ def gives_namespaces() -> bool:
 
 
 def rows_of(report: str) -> list[list[str]]:
-    """The cells of a table's rows, below its two lines of headers."""
-    lines = [line for line in report.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
-
-
-def rows_of(report: str) -> list[list[str]]:
     """The cells of the table's rows, without its headers."""
     lines = [line for line in report.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]

@@ -130,14 +130,16 @@ def lines(sp_size: int = 8, *, between: bool = False, **options: Any) -> list[st
     return described(mesh, **options)
 
 
-def described(mesh: SequenceMesh, batch_size: int = 1, **options: Any) -> list[str]:
+def described(
+    mesh: SequenceMesh, batch_size: int = 1, model: Any = XL2, **options: Any
+) -> list[str]:
     cfg = SimpleNamespace(
         vae=dict(type="PatchPoolVAE", pool=(1, 8, 8)),
         num_frames=64,
         size=(512, 512),
         batch_size=batch_size,
     )
-    module = SimpleNamespace(config=XL2, dtype=SimpleNamespace(itemsize=2))
+    module = SimpleNamespace(config=model, dtype=SimpleNamespace(itemsize=2))
     parallel = Options(**options)
     trainer: Any = SimpleNamespace(cfg=cfg, mesh=mesh, module=module, options=parallel)
     return describe_exchanges(trainer)
@@ -156,6 +158,9 @@ def test_one_line_each_says_what_was_chosen_and_by_which_figures():
         in (lines(between=True)[1])
     )
     assert "chunks: 4 (overlap_chunks=4): a switch" in lines(overlap_chunks=4)[1]
+    # 64 frames on 8 ranks.
+    few = "chunks: 12 (overlap_chunks=12), but 8 where a rank holds no more rows: a switch"
+    assert few in lines(overlap_chunks=12)[1]
 
 
 def test_lines_of_other_strategies_and_of_one_rank():
@@ -165,6 +170,10 @@ def test_lines_of_other_strategies_and_of_one_rank():
     assert "fp8: on (opt-in" in fp8
     assert chunks.endswith("no tokens switch between blocks") and "'switch of branches'" in chunks
     assert replace(Options(), **narrow).num_chunks == 1
+
+    of_images = resolve_config("STDiT3-XL/2", **IMAGES)
+    _, chunks = lines(overlap_chunks=4, model=of_images)
+    assert chunks.endswith("off: with the strategy 'switch', no tokens switch between blocks")
 
 
 def test_with_a_degree_for_each_micro_batch_every_degree_has_a_line():
