@@ -34,7 +34,7 @@ from opensora_sp.planner.fit import fit
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.trace import trace_activations
-from opensora_sp.planner.traffic import tokens_changing_rank, traffic
+from opensora_sp.planner.traffic import output_gather, tokens_changing_rank, traffic
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
@@ -110,7 +110,7 @@ def of_model(options: dict) -> tuple[dict, dict]:
 
 
 def counted_steps() -> list[dict[str, int]]:
-    """Bytes that this rank sends in each of STEPS, by phase."""
+    """Bytes that this rank sends in each of STEPS, by phase, and in "sampling"."""
     found, meshes = [], {ranks: SequenceMesh(ranks) for ranks in (2, 4)}
     for (B, T, side), options, ranks, dtype, checkpointing in STEPS:
         config, how = of_model(options)
@@ -125,7 +125,11 @@ def counted_steps() -> list[dict[str, int]]:
         sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
         for (kind, phase), count in counter.bytes.items():
             sent[phase] += count if kind != "check" else 0
-        found.append(sent)
+
+        with torch.no_grad(), CommLedger() as counter:
+            model(x, torch.rand(B), torch.randn(B, 1, 4, 5))
+        of_kinds = {kind: count for (kind, _), count in counter.bytes.items() if kind != "check"}
+        found.append(sent | {"sampling": sum(of_kinds.values())})
 
     return found
 
@@ -147,14 +151,15 @@ def test_bytes_are_those_that_the_counter_counts() -> None:
             checkpointing=checkpointing,
             training=True,
         )
+        # The output has twice the channels, in fp32 or wider.
+        token_bytes = 2 * 2 * 4 * max(4, dtype.itemsize)
+        gathered = output_gather(shape, strategy, ranks, token_bytes)
         for rank in range(4):
             for phase, sent in counted[rank][i].items():
-                assert sent == getattr(planned, phase)[rank % ranks], (
-                    STEPS[i],
-                    strategy,
-                    rank,
-                    phase,
-                )
+                wanted = getattr(planned, "forward" if phase == "sampling" else phase)[rank % ranks]
+                if phase == "sampling":
+                    wanted += gathered[rank % ranks]
+                assert sent == wanted, (STEPS[i], strategy, rank, phase)
 
     assert strategies == set(registered_strategies())
 

@@ -35,12 +35,6 @@ def rows_of(report: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
 
 
-def rows_of(report: str) -> list[list[str]]:
-    """The cells of the table's rows, without its headers."""
-    lines = [line for line in report.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
-
-
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
     reason="no root, or no ip and tc",
