@@ -131,7 +131,7 @@ def size_of(example: Example) -> int:
     return sum(z.numel() for z in example.arguments.values() if isinstance(z, Tensor))
 
 
-def test_results_are_those_that_a_compiler_and_a_plan_are_told() -> None:
+def test_results_are_like_those_of_the_fakes_by_which_compilers_and_plans_go() -> None:
     """Also where parameters are wider than tokens: a gradient of theirs is as wide, unrounded."""
     called = run_interpreted(operators_like_their_fakes)
     forward = {"norm_modulate", "add_gated", "qk_norm", "gelu", "short_rows"}
