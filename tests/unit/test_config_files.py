@@ -96,10 +96,6 @@ def helper(): pass
     )
     assert gone.optimizer.lr == 1e-4  # the default again
 
-    write(base, BASE + "validation = dict(every=1, prompts=['a'])\n", "validated.py")
-    removed = "_base_ = 'validated.py'\nvalidation = dict(_delete_=True)\n"
-    assert load_train_config(write(base, removed, "gone.py")).validation is None
-
 
 def test_imports_work_wherever_the_environment_lies(
     base: Path, monkeypatch: pytest.MonkeyPatch
