@@ -165,6 +165,10 @@ def diverging(config: Path, root: Path) -> str:
         SequenceZeroOptimizer.step_if_finite = plain
 
 
+def resumed_after_bad_steps(config: Path, root: Path) -> str:
+    return train_once(config, root / "stage 2", "max_steps=6", "zero_stage=2", resume="auto")
+
+
 def reporting(config: Path, root: Path, steps: int, resume: str | None) -> str:
     return train_once(config, root / "reporting", f"max_steps={steps}", resume=resume)
 
@@ -174,12 +178,14 @@ CASES: dict[str, tuple] = {
     "with metrics again": (reporting, 3, "auto"),
     "stage 1": (bad_steps, 1),
     "stage 2": (bad_steps, 2),
+    "stage 2, resumed": (resumed_after_bad_steps,),
     "ended late": (bad_to_the_end_read_late,),
     "full": (full_disk, False),
     "full in the background": (full_disk, True),
     "stopped": (stopped, 0),
     "stopped with a code": (stopped, 143),
     "stopped late": (stopped_late,),
+    "stopped in the last step": (stopped, 143, "max_steps=2"),
     "diverging": (diverging,),
 }
 
@@ -232,6 +238,10 @@ def test_a_step_without_finite_numbers_is_skipped_on_all_ranks(outcomes: Outcome
             state["skipped_steps"] == 2 and state["step"] == 5 and state["next_micro_batch"] == 10
         )
 
+    # Of the whole run, not of what came after it was resumed.
+    assert outcomes.of("stage 2, resumed") == ["finished", "finished"]
+    assert state_of(run_dir, 6)["skipped_steps"] == read_metrics(run_dir)[-1]["skipped_steps"] == 2
+
 
 @pytest.mark.slow
 def test_a_run_begins_anew_where_the_user_asks_for_it(outcomes: Outcomes) -> None:
@@ -281,6 +291,15 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_reported_on_all_r
     assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000001"]
     verify(run_dir / "step_00000001")
     assert not list(run_dir.glob(".partial-*"))
+
+
+def test_a_run_that_is_asked_to_stop_in_its_last_step_has_finished(outcomes: Outcomes) -> None:
+    """With status 0: a scheduler that reads another one would start it again."""
+    assert outcomes.of("stopped in the last step") == ["finished", "finished"]
+    run_dir = outcomes.root / "code 143 max_steps=2"
+    log = (run_dir / "train.log").read_text()
+    assert "finished: 2 of 2 steps" in log and "stopped after step" not in log
+    assert (run_dir / "summary.json").exists()
 
 
 @pytest.mark.parametrize(

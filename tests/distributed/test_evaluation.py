@@ -253,14 +253,17 @@ def test_weights_without_a_config_need_one(folder: Path, tmp_path: Path) -> None
     assert cfg.batch_size == 3 and found.weights == weights
 
 
-def test_a_checkpoint_names_nothing_to_import(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["model", "vae", "text_encoder", "scheduler"])
+def test_a_checkpoint_names_nothing_to_import(folder: Path, tmp_path: Path, key: str) -> None:
     checkpoint = tmp_path / "step_00000002"
     checkpoint.mkdir()
     state = json.loads((folder / "run" / "step_00000002" / "state.json").read_text())
-    state["config"]["vae"] = {"type": "os.system"}
+    state["config"][key] = {"type": "os.system"}
     (checkpoint / "state.json").write_text(json.dumps(state))
     (checkpoint / "COMMIT").write_text("")
-    with pytest.raises(ValueError, match="'os.system' in .*state.json, which is data"):
+    with pytest.raises(
+        ValueError, match=rf"{key}\.type 'os\.system' in .*state.json, which is data"
+    ):
         preflight(Settings(str(checkpoint), str(folder / "held" / "clips.csv")))
 
 

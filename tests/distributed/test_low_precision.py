@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
-from opensora_sp.parallel.low_precision import from_bytes, to_bytes
+from opensora_sp.parallel.low_precision import BACKWARD, FORWARD, from_bytes, to_bytes
 
 pytestmark = pytest.mark.core
 # Largest relative L2 error of a gradient, bytes saved.
@@ -105,3 +105,13 @@ def test_rounding_to_8_bits_is_relative_to_each_token(narrow: torch.dtype, error
         back[3], x[3]
     )
     assert from_bytes(to_bytes(x[:0], narrow), narrow, x.dtype).shape == (0, 32)
+
+
+def test_gradients_have_the_wider_range() -> None:
+    """A number of a token that is 2^20 times as large beside another: e5m2 keeps it, e4m3 not."""
+    token = torch.tensor([[1.0, 2.0**-20]])
+    kept = {
+        name: from_bytes(to_bytes(token, narrow["fp8"]), narrow["fp8"], token.dtype)[0, 1].item()
+        for name, narrow in (("forward", FORWARD), ("backward", BACKWARD))
+    }
+    assert kept == {"forward": 0.0, "backward": pytest.approx(2.0**-20, rel=2**-3)}

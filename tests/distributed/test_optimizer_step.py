@@ -205,6 +205,29 @@ def plain_steps_do_not_skip(stage: int) -> None:
     assert all(p.isfinite().all() for name, p in module.items() if name != "4")
 
 
+def clips_before_the_step(stage: int, precision: str) -> None:
+    """Gradients in fp16 are larger by the loss scale, of which norms and limits know nothing."""
+    limit = 0.5
+    gradients = {name: g.double() for name, g in gradients_of(0).items()}
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    for clips in ("norm", "value"):
+        module, optimizer, _ = boosted(stage, precision, max_norm=0.0)
+        optimizer.backward(module.loss(gradients_of(0)))
+        if clips == "norm":
+            assert optimizer.clip_grad_by_norm(MAX_NORM).item() == pytest.approx(norm, rel=1e-3)
+        else:
+            optimizer.clip_grad_by_value(limit)
+        optimizer.step()
+
+        states = optimizer.shards.states()
+        for name, gradient in gradients.items():
+            clipped = gradient.clamp(-limit, limit)
+            wanted = gradient * MAX_NORM / norm if clips == "norm" else clipped
+            first = states[name]["exp_avg"].double() / (1 - OPTIONS[int(name) % 2]["betas"][0])
+            exact = optimizer.shards.cut(name, wanted).double()
+            torch.testing.assert_close(first, exact, rtol=1e-2, atol=1e-3)
+
+
 def shards_lie_in_one_buffer() -> None:
     _, optimizer, ema = boosted(2, "bf16")
     for group in optimizer.param_groups:
@@ -244,6 +267,8 @@ def all_of(stages: tuple[int, ...] = (1, 2)) -> list[Any]:
             for fused in (None, False):
                 taken.append(skips_what_is_not_finite(stage, precision, fused))
         plain_steps_do_not_skip(stage)
+        for precision in ("fp32", "fp16"):
+            clips_before_the_step(stage, precision)
     shards_lie_in_one_buffer()
     is_chosen_by_a_rule()
     return taken

@@ -31,10 +31,11 @@ from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import buckets_of, plan
 from opensora_sp.planner.checkpointing import budget_of, memory_for
 from opensora_sp.planner.fit import fit
+from opensora_sp.planner.memory import GradientBucket, LocalGradients, ModelSizes, Zero
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.trace import trace_activations
-from opensora_sp.planner.traffic import tokens_changing_rank, traffic
+from opensora_sp.planner.traffic import output_gather, tokens_changing_rank, traffic
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
@@ -110,7 +111,7 @@ def of_model(options: dict) -> tuple[dict, dict]:
 
 
 def counted_steps() -> list[dict[str, int]]:
-    """Bytes that this rank sends in each of STEPS, by phase."""
+    """Bytes that this rank sends in each of STEPS, by phase, and in "sampling"."""
     found, meshes = [], {ranks: SequenceMesh(ranks) for ranks in (2, 4)}
     for (B, T, side), options, ranks, dtype, checkpointing in STEPS:
         config, how = of_model(options)
@@ -125,7 +126,11 @@ def counted_steps() -> list[dict[str, int]]:
         sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
         for (kind, phase), count in counter.bytes.items():
             sent[phase] += count if kind != "check" else 0
-        found.append(sent)
+
+        with torch.no_grad(), CommLedger() as counter:
+            model(x, torch.rand(B), torch.randn(B, 1, 4, 5))
+        of_kinds = {kind: count for (kind, _), count in counter.bytes.items() if kind != "check"}
+        found.append(sent | {"sampling": sum(of_kinds.values())})
 
     return found
 
@@ -147,14 +152,15 @@ def test_bytes_are_those_that_the_counter_counts() -> None:
             checkpointing=checkpointing,
             training=True,
         )
+        # The output has twice the channels, in fp32 or wider.
+        token_bytes = 2 * 2 * 4 * max(4, dtype.itemsize)
+        gathered = output_gather(shape, strategy, ranks, token_bytes)
         for rank in range(4):
             for phase, sent in counted[rank][i].items():
-                assert sent == getattr(planned, phase)[rank % ranks], (
-                    STEPS[i],
-                    strategy,
-                    rank,
-                    phase,
-                )
+                wanted = getattr(planned, "forward" if phase == "sampling" else phase)[rank % ranks]
+                if phase == "sampling":
+                    wanted += gathered[rank % ranks]
+                assert sent == wanted, (STEPS[i], strategy, rank, phase)
 
     assert strategies == set(registered_strategies())
     sent = [sum(sum(phases.values()) for phases in of_ranks) for of_ranks in zip(*counted)]
@@ -550,6 +556,43 @@ def test_windows_are_traced_on_several_ranks() -> None:
         for ranks in (1, 4)
     ]
     assert 0 < traced[1] < traced[0]
+
+
+def test_the_rank_with_most_frames_is_traced() -> None:
+    """Of 5 frames on 4 ranks the last one holds two, so its peak is that of 8 frames or nearly."""
+    config = resolve_config("STDiT3", **TINY)
+    five, eight = (
+        trace_activations(
+            "STDiT3",
+            config,
+            (1, 2, frames, 16, 16),
+            options=Options(),
+            ranks=4,
+            dtype=torch.float32,
+            level=EVERYTHING,
+            training=True,
+            device="cpu",
+        ).at(2)
+        for frames in (5, 8)
+    )
+    assert 0.75 * eight < five < eight
+
+
+def test_gradients_of_a_backward_pass_by_hand() -> None:
+    """10, 7, 5 and 3 numbers in 16 bits on four ranks, which pad them to 12, 8, 8 and 4."""
+    sizes = ModelSizes(final=(10,), pairs=((7, 5),), rest=(3,), frozen=0)
+    for stage, received in ((1, 0), (2, 3)):
+        # The bucket, its flat copy, and what this rank receives of it.
+        bucket = GradientBucket(Zero(4, stage, 2), sizes)
+        bucket.add(10)
+        bucket.reduce()
+        assert bucket.take_peak() == 2 * (10 + 10 + received)
+
+    # All in fp32, beside the largest that arrives.
+    local = LocalGradients(Zero(4, 1, 2, accumulates_locally=True), sizes)
+    local.add(7)
+    local.add(5)
+    assert [local.take_peak(), local.take_peak()] == [4 * 32 + 2 * 7, 4 * 32]
 
 
 FRAMES = ["cond_type=i2v_head", "model.use_cond=True", "batch_size=1"]

@@ -5,6 +5,7 @@ The result is that of one process in float64: output, input gradients, every par
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,7 +50,9 @@ MASKED = [
     WindowCase((1, 6, 8, 8), clips=SMALL, heads=4, kernel=(8, 8), checkpoint=True),
 ]
 CASES = [*WINDOWS, *FULL, *MASKED]
-VARIED = [WINDOWS[0], WINDOWS[3], WINDOWS[4], FULL[1], MASKED[0], MASKED[3], MASKED[4]]
+# With Ulysses three ranks have one, one and two heads.
+FOUR_HEADS = replace(MASKED[0], heads=4)
+VARIED = [WINDOWS[0], WINDOWS[3], WINDOWS[4], FULL[1], FOUR_HEADS, MASKED[3], MASKED[4]]
 ON_EIGHT = [WINDOWS[0], WINDOWS[3], WINDOWS[6], FULL[0], MASKED[0], MASKED[3], MASKED[7]]
 BASELINES = [dict(strategy="ulysses"), dict(strategy="split_gather")]
 

@@ -79,12 +79,11 @@ def compare_strategies() -> None:
         for options in OVERLAPS:
             counter = assert_one_process_result(case, mesh, **options)
             assert not [key for key in counter.calls if key[1] == "recompute"], counter.calls
-            rows = (
-                min(case.size[0] * -(-case.size[1] // case.patch[0]), case.size[0] * patches(case))
-                // mesh.sp_size
-            )
-            if rows >= options.get("overlap_chunks", 1) and not whole_samples:
-                switches = (2 * DEPTH - 1) * options.get("overlap_chunks", 1)
+            rows = [case.size[0] * units // mesh.sp_size for units in case.patches]
+            if min(rows) and not whole_samples:
+                # No chunk is empty on any rank.
+                spatial, temporal = (min(options.get("overlap_chunks", 1), n) for n in rows)
+                switches = DEPTH * spatial + (DEPTH - 1) * temporal
                 assert (
                     counter.calls["switch", "forward"]
                     == counter.calls["switch", "backward"]
@@ -93,10 +92,6 @@ def compare_strategies() -> None:
                     case,
                     options,
                 )
-
-
-def patches(case: Case) -> int:
-    return -(-case.size[2] // case.patch[1]) * -(-case.size[3] // case.patch[2])
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

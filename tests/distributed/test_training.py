@@ -126,6 +126,17 @@ def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) 
     assert_same_weights(outputs, whole)
 
 
+def test_the_average_begins_at_the_weights_that_a_run_starts_from(
+    config: Path, whole: Path, tmp_path: Path
+) -> None:
+    start = ("sp_size=1", "max_steps=1", f"load={whole}", "ema_decay=0.5", "ema_warmup=False")
+    train(config, tmp_path / "run", *start, ranks=1)
+    loaded, found = weights(whole / "step_00000006"), weights(tmp_path / "run" / "step_00000001")
+    for name in (name for name in found if name.startswith("ema/")):
+        weight = name.replace("ema/", "model/")
+        torch.testing.assert_close(found[name], (loaded[weight] + found[weight]) / 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("max_steps", [6, 4])
 def test_nothing_is_left_to_do_at_the_end_of_a_run(

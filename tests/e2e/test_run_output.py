@@ -201,12 +201,19 @@ def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
     torchruns: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert write_error_file("got a") and write_error_file("got b")  # both of this process
-    assert json.loads(torchruns.read_text())["message"] == "got a"
+    first = json.loads(torchruns.read_text())
+    assert first["message"] == "got a"
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     monkeypatch.setattr(error_file, "EXIT_TIMEOUT", 0.2)
+    # In the same second, and with a file of its own: torchrun reports the earliest reason.
+    monkeypatch.setattr(error_file.time, "time", lambda: first["timestamp"] + 0.9)
+    other = torchruns.parent.parent / "0" / torchruns.name
+    other.parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(other))
     with pytest.raises(SystemExit, match="2"), report_errors():
         raise ValueError("got c")
     assert capsys.readouterr().err == ""
+    assert json.loads(other.read_text())["timestamp"] > first["timestamp"]
 
 
 def test_the_marker_of_an_earlier_run_does_not_silence_this_one(torchruns: Path) -> None:

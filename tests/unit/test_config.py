@@ -125,6 +125,12 @@ def test_overrides_are_data() -> None:
     assert (cfg.sp_size, cfg.optimizer.lr, cfg.size) == (4, 1e-5, (32, 48))
 
 
+def test_a_resolution_of_the_command_line_replaces_the_frame_size_of_the_config() -> None:
+    named = ["image_size=None", "resolution=240p", "aspect_ratio=9:16"]
+    for sized in ([], named):
+        assert load_inference_config(SAMPLE[0], sized, {"resolution": "24x32"}).size == (24, 32)
+
+
 @pytest.mark.parametrize("path", TRAIN + SAMPLE, ids=lambda p: str(p.relative_to(CONFIGS)))
 def test_timesteps_of_every_config_are_sound(path: Path) -> None:
     """Finite, falling from noise to data, and spread out while training."""

@@ -14,13 +14,14 @@ from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.planner import batch_memory, buckets_of
-from opensora_sp.planner.affine import AffineEstimator
+from opensora_sp.planner.affine import AffineEstimator, between
 from opensora_sp.planner.batches import BatchSpec, batches_by_name
 from opensora_sp.planner.checkpointing import budget_of, memory_for, recomputed_share
 from opensora_sp.planner.communicators import BYTES_OF_PEER
 from opensora_sp.planner.fit import Fit, FittedBatch, Times, _Bucket, common_time, fit
 from opensora_sp.planner.least_ranks import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.trace import Activations
 from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training import batch_sizes, rank_batches
 
@@ -141,6 +142,13 @@ def test_recomputed_share() -> None:
     assert recomputed_share([0, 0]) == recomputed_share([-1]) == 1
     assert recomputed_share([EVERYTHING, 0]) == 0.5
     assert recomputed_share([1]) == pytest.approx(20 / 28)
+
+
+def test_all_numbers_lie_on_the_line() -> None:
+    """Also the largest block, which decides how much memory is needed beside the peak."""
+    low, high = Activations(1.0, 2.0, 30, largest=40), Activations(5.0, 10.0, 70, largest=80)
+    assert between(low, high, 0.25) == Activations(2.0, 4.0, 40, largest=50)
+    assert between(low, high, 2) == Activations(9.0, 18.0, 110, largest=120)
 
 
 def test_memory_of_whole_clips_lies_on_a_line(config: Path) -> None:

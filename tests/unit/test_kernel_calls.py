@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -13,10 +14,13 @@ from interpreter import run_interpreted
 from kernel_calls import Call, calls_of, recorded_calls
 from random_weights import draw_weights
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
 from opensora_sp.models.kernels import verification
-from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
+from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names
 from opensora_sp.models.kernels.reference import modulation
 
 SIZES = Sizes(width=48, heads=2, hidden=192)
@@ -77,6 +81,61 @@ def test_tables_in_float32_are_among_the_models_calls(of_models: dict[str, set[C
         for of in ("", ", of rows", ", of tokens"):
             assert (entry, f"float32, cut out{of}") in forms
     assert {("x", "bfloat16, across"), ("of 0", "bfloat16, across")} <= forms
+
+
+class Fakes(TorchDispatchMode):
+    """Beside each call of a kernel's operator, that of its fake: the results must be alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.namespace != "opensora_sp":
+            return found
+
+        self.called.add(func._opname)
+        with FakeTensorMode() as mode:
+            arguments = pytree.tree_map_only(Tensor, mode.from_tensor, args)
+            fakes = pytree.tree_leaves(func(*arguments))
+        for one, fake in zip(pytree.tree_leaves(found), fakes, strict=True):
+            ours, wanted = ((z.dtype, z.shape, z.stride()) for z in (one, fake))
+            assert ours == wanted, (func, ours, wanted)
+        return found
+
+
+def operators_like_their_fakes() -> set[str]:
+    """The operators called, for the smallest examples, with tokens in bf16 and weights in fp32."""
+    seen = Fakes()
+    for name in kernel_names():
+        examples: dict[tuple[str, tuple[str, ...]], Example] = {}
+        for one in sorted(examples_of(name, SIZES), key=size_of):
+            if one.gradients:
+                given = tuple(key for key, value in one.arguments.items() if value is not None)
+                examples.setdefault((one.function, given), one)
+
+        for one in examples.values():
+            # Products take one dtype.
+            wide = () if "linear" in one.function else ("bias", "q_weight", "k_weight")
+            kernel = verification._function("triton", name, one)
+            mixed = replace(one, kept=(*one.kept, *wide))
+            with seen:
+                verification.results(kernel, mixed, torch.bfloat16, verification.CPU)
+    return seen.called
+
+
+def size_of(example: Example) -> int:
+    return sum(z.numel() for z in example.arguments.values() if isinstance(z, Tensor))
+
+
+def test_results_are_like_those_of_the_fakes_by_which_compilers_and_plans_go() -> None:
+    """Also where parameters are wider than tokens: a gradient of theirs is as wide, unrounded."""
+    called = run_interpreted(operators_like_their_fakes)
+    forward = {"norm_modulate", "add_gated", "qk_norm", "gelu", "short_rows"}
+    assert called == forward | {f"{name}_backward" for name in forward}
 
 
 def as_if_dense(tables: Tensor) -> Tensor:

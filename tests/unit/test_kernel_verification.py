@@ -2,8 +2,10 @@
 
 import json
 import logging
+import shutil
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
 from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
+from opensora_sp.models import kernels as kernels_package
 from opensora_sp.models.kernels import selection, using_kernels
 from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
 from opensora_sp.models.kernels.verification import results, verify_kernel
@@ -162,8 +165,8 @@ def device(monkeypatch, tmp_path):
         yield calls
 
 
-def choose(setting="auto", dtype=torch.bfloat16, device=CUDA):
-    return choose_kernels(setting, MODEL, dtype=dtype, device=device)
+def choose(setting="auto", dtype=torch.bfloat16, device=CUDA, model=MODEL):
+    return choose_kernels(setting, model, dtype=dtype, device=device)
 
 
 def test_kernels_run_once_they_are_verified(device, caplog):
@@ -251,6 +254,9 @@ def test_what_passed_is_not_verified_again(device):
     assert len(device) == 1
     choose(dtype=torch.float32)
     assert len(device) == 2
+    wider = SimpleNamespace(config=SimpleNamespace(hidden_size=144, num_heads=1, mlp_ratio=2.0))
+    choose(model=wider)
+    assert len(device) == 3
 
 
 def test_failures_are_verified_again(device):
@@ -321,9 +327,18 @@ def test_interpreted_kernels_are_not_remembered(device, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_the_source_is_part_of_a_verdict():
+def test_the_source_is_part_of_a_verdict(tmp_path, monkeypatch):
     digest = kernels.source_digest()
     assert len(digest) == 16 and digest == kernels.source_digest()
+
+    copied = tmp_path / "kernels"
+    shutil.copytree(Path(kernels_package.__file__).parent, copied)
+    monkeypatch.setattr(kernels_package, "__file__", str(copied / "__init__.py"))
+    assert kernels.source_digest() == digest
+    for name in ("__init__.py", "triton/gelu.py", "reference/gelu.py"):
+        (copied / name).write_text((copied / name).read_text() + "\n")
+        before, digest = digest, kernels.source_digest()
+        assert digest != before, name
 
 
 def test_a_run_that_resumes_with_other_kernels_warns(caplog):
@@ -337,6 +352,9 @@ def test_a_run_that_resumes_with_other_kernels_warns(caplog):
     (warning,) = caplog.messages
     assert "gelu by torch (there by triton); its losses may differ" in warning
     assert "or set kernels='torch' for the whole run" in warning
+
+    warn_of_changes(now, before)
+    assert "gelu by triton (there by torch)" in caplog.messages[-1]
 
     warn_of_changes({"blocks": "compiled"}, {"blocks": "eager"})
     assert "or set compile=None for the whole run" in caplog.messages[-1]

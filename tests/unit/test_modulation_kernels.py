@@ -139,6 +139,27 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
         assert error <= torch.finfo(dtype).eps, (name, error)
 
 
+def gradients_of_biases(function: str) -> list[torch.Tensor]:
+    """By the kernel, beside a gate that is trained and one that is frozen."""
+    from opensora_sp.models.kernels.triton import modulation
+
+    found = []
+    for names in (FUNCTIONS[f"{function} with bias"], ("x", "branch", "bias"), ("bias",)):
+        inputs = CASES["per row"].inputs(torch.float32)
+        own = {name: inputs[name].requires_grad_(name in names) for name in TOKENS_AND_GATE}
+        bias = inputs["bias"].requires_grad_()
+        outputs = getattr(modulation, function)(**own, bias=bias)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        found += torch.autograd.grad([z.square().sum() for z in outputs], bias)
+    return found
+
+
+@pytest.mark.parametrize("function", ["add_gated", "add_gated_twice"])
+def test_a_bias_has_its_gradient_beside_a_frozen_gate(function: str) -> None:
+    trained, *frozen = run_interpreted(gradients_of_biases, function)
+    assert trained.any() and all(torch.equal(one, trained) for one in frozen)
+
+
 def of_local_rows(
     setting: Kernels, rows: Rows, frames: torch.Tensor | None, chunks: Sequence[int] = ()
 ) -> list[torch.Tensor]:

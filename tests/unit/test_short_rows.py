@@ -5,6 +5,7 @@ import torch
 from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 
+from opensora_sp.models import kernels
 from opensora_sp.models.kernels.reference import short_rows as reference
 from opensora_sp.models.recompute import EVERYTHING
 
@@ -63,6 +64,15 @@ def test_head_widths(dtype):
 
 def test_no_rows_or_heads():
     check_cases([random_qkv(0, 15, 2, 72), random_qkv(3, 15, 0, 72)])
+
+
+def test_queries_and_keys_that_autocast_leaves_wider_are_rounded_to_the_values():
+    (qkv, _) = random_qkv(2, 5, 2, 16)
+    q, k, v = qkv.unbind(2)
+    narrow = [z.bfloat16() for z in (q, k, v)]
+    found = kernels.attend_short_rows(q, k, narrow[2])
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, kernels.attend_short_rows(*narrow))
 
 
 def by_strided_views():
@@ -207,7 +217,9 @@ def test_compiled_for_heads_of_72(capability, length, padded, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (96, torch.bfloat16), (72, torch.float32)])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, torch.float16), (96, torch.bfloat16), (72, torch.float32)]
+)
 def test_compiled_for_the_most_registers(width, dtype):
     for build in builds(32, width, dtype, 80):
         build.check()

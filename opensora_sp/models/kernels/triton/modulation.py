@@ -157,7 +157,7 @@ def _norm_modulate_backward(
     bias, empty without one."""
     grad = _like(total)
     if not total.numel():
-        no_bias = bias.new_zeros(bias.shape) if bias is not None else _like(total, 0)
+        no_bias = bias.new_zeros(bias.shape) if bias is not None else _like(scale, 0)
         return grad, scale.new_zeros(2, *scale.shape), no_bias
 
     (scales,) = _tables(scale)
@@ -267,7 +267,7 @@ def _fake_norm_modulate_backward(
     first: int,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_bias = _like(total, 0) if bias is None else _like(bias)
+    grad_bias = _like(scale, 0) if bias is None else _like(bias)
     return _like(total), _like(scale, 2, *scale.shape), grad_bias
 
 
@@ -287,7 +287,7 @@ def _fake_add_gated_backward(
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_gate = _like(gate, 0) if branch is None else _like(gate)
-    grad_bias = _like(grad_total, 0) if bias is None else _like(bias)
+    grad_bias = _like(gate, 0) if bias is None else _like(bias)
     grad = _like(grad_total, 0) if other is None else _like(grad_total)
     return grad_gate, _like(grad_total), grad_bias, grad
 
