@@ -16,7 +16,13 @@ from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import FP8_LAUNCHES
-from opensora_sp.parallel.strategies import SwitchRows, chunk_costs, strategy_for, with_chunks
+from opensora_sp.parallel.strategies import (
+    SwitchRows,
+    chunk_costs,
+    fewest_rows,
+    strategy_for,
+    with_chunks,
+)
 from opensora_sp.rank_groups import group_sizes
 
 if TYPE_CHECKING:
@@ -104,12 +110,8 @@ def _describe_chunks(trainer: Trainer, options: Options, ranks: int) -> str:
     chosen = with_chunks(options, shape, ranks, element_size=element_size).num_chunks
     costs = chunk_costs(options, shape, ranks, element_size=element_size)
     setting = f"overlap_chunks={options.overlap_chunks!r}"
-
-    # No chunk is empty on any rank.
-    layouts, lengths = SwitchRows.token_layouts(shape), (shape.patches, shape.frames)
-    held = (min(shape.entries(layout, ranks)) for layout in layouts)
-    most = max(1, min(tokens // length for tokens, length in zip(held, lengths, strict=True)))
-    limit = f", but {most} where a rank holds no more rows" if most < chosen else ""
+    most = max(1, fewest_rows(shape, ranks))
+    limit = f", but {most} where a rank has no more rows" if most < chosen else ""
     return f"{'off' if chosen == 1 else chosen} ({setting}){limit}: {costs.describe()}"
 
 

@@ -159,7 +159,7 @@ def test_one_line_each_says_what_was_chosen_and_by_which_figures():
     )
     assert "chunks: 4 (overlap_chunks=4): a switch" in lines(overlap_chunks=4)[1]
     # 64 frames on 8 ranks.
-    few = "chunks: 12 (overlap_chunks=12), but 8 where a rank holds no more rows: a switch"
+    few = "chunks: 12 (overlap_chunks=12), but 8 where a rank has no more rows: a switch"
     assert few in lines(overlap_chunks=12)[1]
 
 

@@ -22,7 +22,7 @@ from .split_clips import SplitClips
 from .split_gather import SplitGather
 from .split_heads import SplitHeads
 from .split_windows import SplitWindows
-from .switch_rows import SwitchRows, chunk_costs, with_chunks
+from .switch_rows import SwitchRows, chunk_costs, fewest_rows, with_chunks
 from .ulysses import Ulysses
 from .whole_samples import WholeSamples
 
@@ -46,6 +46,7 @@ __all__ = [
     "WholeSamples",
     "applicable_strategy",
     "chunk_costs",
+    "fewest_rows",
     "register_strategy",
     "registered_strategies",
     "strategy_for",

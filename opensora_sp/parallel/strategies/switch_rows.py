@@ -154,6 +154,12 @@ def with_chunks(options: Options, shape: BatchShape, ranks: int, *, element_size
     return replace(options, overlap_chunks=costs.best_number)
 
 
+def fewest_rows(shape: BatchShape, ranks: int) -> int:
+    """Rows of the rank with fewest, in either layout: as many chunks a switch can always have."""
+    lengths = {SPATIAL_ROWS: shape.patches, TEMPORAL_ROWS: shape.frames}
+    return min(min(shape.entries(layout, ranks)) // length for layout, length in lengths.items())
+
+
 def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:
     """Cost of a spatial block by whole frames, and by frames x heads."""
     return options.cost_model.few_units(
