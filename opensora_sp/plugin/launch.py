@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -39,25 +38,30 @@ def launch(
     if dist.is_initialized():
         return
 
-    if "WORLD_SIZE" not in os.environ:
-        # Started by plain python.
-        _become_a_world_of_one()
-    # The store must live until the process group holds it.
+    # Stores must live until the process group holds them. The first: started by plain python.
+    own = None if "WORLD_SIZE" in os.environ else _become_a_world_of_one()
     store = join_rendezvous(settings)
     with StartLimit.after(store):
         connect_hosts(store)
         _launch(seed, timeout)
-    del store
+    del own, store
 
 
-def _become_a_world_of_one() -> None:
-    """Set the environment that a launcher would set for one process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _become_a_world_of_one() -> dist.Store:
+    """Set the environment that a launcher would set for one process; returns the store it names.
 
+    The store chooses its port when it binds it, so that no other process can take it in between.
+    """
+    store = dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,  # so that init_process_group in this process finds the same one
+    )
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    return store
 
 
 def _launch(seed: int, timeout: timedelta | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -27,14 +29,30 @@ import torch.distributed as dist
 from opensora_sp.parallel import closing_process_group
 
 HOST = "127.0.0.1"
+PORTS = range(20_000, 29_000)
 HELPERS = Path(__file__).parent
 _starting = threading.Lock()
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind((HOST, 0))
-        return s.getsockname()[1]
+    """A free port that nobody else will take: each call on this machine returns another one.
+
+    Ports that the system chooses (from 32768 on) would not do. It gives them to the next that asks,
+    such as a rank that waits for gloo's connections.
+    """
+    with (Path(tempfile.gettempdir()) / f"opensora_sp_port_{os.getuid()}").open("a+") as last:
+        fcntl.flock(last, fcntl.LOCK_EX)
+        last.seek(0)
+        port = int(last.read() or PORTS[0])
+        while True:
+            port = PORTS[(PORTS.index(port) + 1) % len(PORTS)]
+            with suppress(OSError), socket.socket() as probe:
+                probe.bind(("", port))
+                break
+
+        last.truncate(0)
+        last.write(str(port))
+    return port
 
 
 def run_ranks(
