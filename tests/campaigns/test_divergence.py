@@ -36,7 +36,7 @@ pytestmark = pytest.mark.campaign(
 
 STEPS, SAVED = 8, 4  # a checkpoint before the flip, and one at the end
 OPTIONS = [
-    *("warmup_steps=3", "batch_size=2", "num_frames=3", "image_size=(16, 16)", "model.depth=1"),
+    *("warmup_steps=3", "batch_size=1", "num_frames=3", "image_size=(16, 16)", "model.depth=1"),
     *("freeze=['t_block.*']", "micro_batches_per_step=3", f"ckpt_every={SAVED}"),
 ]
 KINDS = ["working weight", "master weight", "frozen weight", "buffer"]

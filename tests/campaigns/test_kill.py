@@ -285,7 +285,7 @@ def train_and_kill(
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("set")
-    write_toy_set(folder / "held", 2)
+    write_toy_set(folder / "held", 3)
     return write_training(folder, 8)
 
 

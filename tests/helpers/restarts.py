@@ -21,9 +21,11 @@ from opensora_sp.training.metrics import read_lines, read_metrics
 
 Layout = tuple[int, int]
 """dp and sp."""
-# Learning rate and EMA decay change with each of the first steps.
-TINY = ["warmup_steps=3", "batch_size=2", "num_frames=3", "image_size=(16, 16)", "model.depth=1"]
-VALIDATION = ["every=3", "prompts=['a', 'b']", "num_sampling_steps=1", "bins=1", "batch_size=2"]
+# Learning rate and EMA decay change with each of the first steps. Two ranks have to exchange tokens
+# of three clips; of two, each would take one.
+TINY = ["warmup_steps=3", "batch_size=3", "num_frames=3", "image_size=(16, 16)", "model.depth=1"]
+PROMPTS = ["a", "b", "c"]
+VALIDATION = ["every=3", f"prompts={PROMPTS}", "num_sampling_steps=1", "bins=1", "batch_size=3"]
 STEPS = 6  # of a run that is disturbed; its starts after that take two more each
 EVERY = 2  # steps from one checkpoint to the next
 STARTS = 2
