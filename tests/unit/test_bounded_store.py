@@ -79,7 +79,7 @@ def test_its_thread_ends_with_it_and_keeps_no_store_alive() -> None:
     store.get("one")
     assert threads() == before + 1
     del store
-    wait_until(lambda: threads() == before, 5)
+    wait_until(lambda: threads() == before)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_rank_that_freezes_before_the_first_heartbeats_is_named_by_all_others(
         ranks = [threading.Thread(target=rank_waits, args=(rank,)) for rank in others]
         for rank in ranks:
             rank.start()
-        wait_until(lambda: len(codes) == len(others), 10)
+        wait_until(lambda: len(codes) == len(others))
         gone.set()
         for rank in ranks:
             rank.join()
@@ -138,7 +138,7 @@ def test_a_rank_that_is_missing_is_named_while_the_main_thread_waits_in_the_stor
     waiting = threading.Thread(target=own.get, args=("an identifier",))
     with recorded_exits() as codes, StartLimit(own, 0, 2):
         waiting.start()
-        wait_until(lambda: codes, 10)
+        wait_until(lambda: codes)
     server.set("default_pg/an identifier", "")
     waiting.join()
     assert "within 0.1 s: rank 1 did not respond; expected" in caplog.text
@@ -158,7 +158,7 @@ def test_a_rank_that_runs_and_does_not_start_is_found_by_its_line(
         rank = threading.Thread(target=rank_reads_a_dead_mount)
         rank.start()
         with StartLimit(store, 0, 2):
-            wait_until(lambda: len(codes) == 2, 10)
+            wait_until(lambda: len(codes) == 2)
         gone.set()
         rank.join()
     assert "all respond, rank 0 at " in caplog.text
@@ -192,7 +192,7 @@ def test_a_run_whose_log_is_stuck_ends_after_grace_time(monkeypatch: pytest.Monk
     try:
         with recorded_exits() as codes, Watchdog(grace_time=0.3) as watch:
             os.kill(os.getpid(), signal.SIGTERM)
-            wait_until(lambda: bool(codes), 10)
+            wait_until(lambda: bool(codes))
             assert codes == [1] and watch.stop_reason == "SIGTERM"
             stuck.released.set()
     finally:

@@ -88,7 +88,7 @@ def test_a_worker_ends_with_its_rank(pipe: Path) -> None:
     ready(pipe)
     rank.kill()
     rank.join()
-    wait_until(lambda: not is_alive(worker), 10)
+    wait_until(lambda: not is_alive(worker))
 
 
 class Blocked(Dataset[None]):

@@ -226,7 +226,7 @@ def test_a_log_that_blocks_keeps_no_process_alive(
         with recorded_exits() as codes:
             ending = threading.Thread(target=RunLock(tmp_path)._end_process)
             ending.start()
-            wait_until(lambda: codes, 10)
+            wait_until(lambda: codes)
             assert codes == [1] and ending.is_alive()
             unblocked.set()
             ending.join(10)

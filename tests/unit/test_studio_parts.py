@@ -180,7 +180,7 @@ def test_the_queue_samples_in_order_and_survives_failures(trained: Path, folders
     jobs = [submitted(queue, {"ckpt": str(trained), "prompt": name}) for name in names]
     assert len({job.work.cfg.outputs for job in jobs if job.work is not None}) == 5
 
-    wait_until(lambda: jobs[0].steps == (2, 3), 10)
+    wait_until(lambda: jobs[0].steps == (2, 3))
     assert [job.state for job in jobs] == ["running", *["waiting"] * 4]
     assert jobs[0].preview == b"PNG" and "step 2 of 3" in views.progress(jobs[0])
     assert [queue.ahead_of(job) for job in jobs] == [0, 1, 2, 3, 4]
@@ -191,11 +191,11 @@ def test_the_queue_samples_in_order_and_survives_failures(trained: Path, folders
     refused = submitted(queue, {"ckpt": str(trained), "prompt": ""})
     assert refused.state == "failed" and "got no prompt" in views.progress(refused)
     ranks.proceed.release()
-    wait_until(lambda: jobs[2].steps == (2, 3), 10)
+    wait_until(lambda: jobs[2].steps == (2, 3))
     jobs[2].cancel()
     assert jobs[2].state == "running" and "cancelling" in views.progress(jobs[2])
     ranks.proceed.release(3)
-    wait_until(lambda: not queue.jobs, 10)
+    wait_until(lambda: not queue.jobs)
     expected = ["failed", "cancelled", "cancelled", "failed", "done"]
     assert [job.state for job in jobs] == expected and jobs[3].error == "got OSError"
     assert ranks.seen == ["fails", "c", "unwritten", "d"] and jobs[4].video == Path("video.mp4")
@@ -266,7 +266,7 @@ def test_ranks_say_why_they_fail_and_are_closed_for_good(
 
     thread = threading.Thread(target=wait)
     thread.start()
-    wait_until(lambda: len(ranks.processes) == 2, 10)
+    wait_until(lambda: len(ranks.processes) == 2)
     ranks.close()
     thread.join(10)
     assert not thread.is_alive() and ranks.processes == []
@@ -312,7 +312,7 @@ def test_a_signal_ends_the_studio_and_its_ranks_while_requests_wait(
             assert process.wait(30) in (0, 1, -number, 128 + number)
         finally:
             process.kill()
-    gone, alive = psutil.wait_procs(children, 10)
+    gone, alive = psutil.wait_procs(children, 30)
     assert alive == [] and len(gone) >= 2
 
 
@@ -538,7 +538,7 @@ async def close_while_it_is_checked(queue: Any, sample: Any, values: list[Any]) 
     asked = sample(*values)
     await anext(asked)
     checked = asyncio.ensure_future(anext(asked))
-    await asyncio.to_thread(queue.is_checking.wait, 10)
+    await asyncio.to_thread(queue.is_checking.wait, 30)
     checked.cancel()
     await asyncio.wait([checked])
     queue.proceed.set()
