@@ -6,6 +6,7 @@ After each fault the launcher starts the ranks again (``--max-restarts``), which
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import signal
 import time
@@ -23,7 +24,7 @@ from disturbed import (
     write_disturbed_training,
 )
 from jobs import Job
-from planted_faults import Fault
+from planted_faults import MOMENTS, Fault
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import committed_checkpoints, verify
@@ -155,6 +156,11 @@ def assert_undisturbed(job: Job, steps: int, wanted: Path) -> None:
     leftovers = [path.name for path in job.outputs.iterdir() if ".partial" in path.name]
     assert not leftovers and not list(job.outputs.glob("*.damaged")), leftovers
     assert_same_bits(job.outputs, wanted, steps)
+
+
+def test_every_call_exists() -> None:
+    for what in MOMENTS.values():
+        assert callable(pkgutil.resolve_name(what))
 
 
 def test_the_run_ends_with_the_bits_of_an_undisturbed_one(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import shutil
 import signal
@@ -90,7 +91,7 @@ CALLS = {
 OF_RANK_0 = {
     "start": ["opensora_sp.runtime.run_lock:RunLock.__enter__", f"{METRICS}drop_after"],
     "step": [f"{METRICS}append_line"],
-    "validation": [f"{SAMPLING}outputs:Output.finish", f"{METRICS}_show"],
+    "validation": [f"{SAMPLING}outputs:Output.finish", f"{METRICS}Reporter._show"],
 }
 # What rank 0 does to files while it saves, and how often.
 FILES = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
@@ -386,6 +387,12 @@ class Scene:
 @pytest.fixture
 def scene(config: Path, undisturbed: Undisturbed, tmp_path: Path) -> Scene:
     return Scene(config, tmp_path, undisturbed)
+
+
+def test_every_call_exists() -> None:
+    for calls in (*CALLS.values(), *OF_RANK_0.values()):
+        for what in calls:
+            assert callable(pkgutil.resolve_name(what))
 
 
 def test_a_killed_run_loses_nothing(case: Case, scene: Scene, record_property: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +62,8 @@ class _Counter:
 
 def _plant_call(what: str, counter: _Counter) -> None:
     module, _, name = what.partition(":")
-    *owners, last = name.split(".")
-    owner: Any = importlib.import_module(module)
-    for one in owners:
-        owner = getattr(owner, one)
+    owners, _, last = name.rpartition(".")
+    owner = pkgutil.resolve_name(f"{module}:{owners}" if owners else module)
     plain = getattr(owner, last)
 
     def counted(*args: Any, **how: Any) -> Any:

@@ -69,10 +69,14 @@ class WarmJob:
 
         def is_written() -> bool:
             is_running = self.process.is_alive()
-            assert file.exists() or is_running, f"ended without {file.name}:\n{self.text}"
+            assert file.exists() or is_running, f"ended without {file.name}:\n{self._reported()}"
             return file.exists()
 
         wait_until(is_written, seconds, lambda: f"never wrote {file.name}:\n{self.text}")
+
+    def _reported(self) -> str:
+        outcomes = [self.outcome(rank) for rank in self.ranks]
+        return "\n".join([self.text, *(one[0] for one in outcomes if one and one[0])])
 
     def wait(self, seconds: float) -> float:
         """Wait until no process is left; returns the time of that."""
