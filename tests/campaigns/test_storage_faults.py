@@ -146,13 +146,16 @@ def draw(random: Random, kind: str, phase: str, number: int) -> Fault:
     if passes:
         steps = [0] if async_save else [0, 2]
     at_step = random.choice(steps) if phase in ("metrics", "log") else 0
+    calls = at_step
+    if what.endswith("append_line"):
+        # One for the session; then one a step, and one more where there are other ranks.
+        calls = 1 + at_step * (1 if layout == (1, 1) else 2)
     of_rank_0 = what.endswith(("RunLock.__enter__", "log_line", "append_line", "Output.finish"))
     is_first = phase == "save" or of_rank_0
     return Fault(
         kind,
         phase,
-        # The first line is that of the session.
-        Moment(what, number=at_step + what.endswith("append_line")),
+        Moment(what, number=calls),
         by=0 if is_first else random.randrange(layout[0] * layout[1]),
         passes=passes,
         layout=layout,
