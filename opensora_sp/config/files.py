@@ -17,6 +17,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from opensora_sp.components import nearest
 from opensora_sp.json_reader import MAX_BYTES, read_small_file
 from opensora_sp.shipped import or_shipped
 
@@ -41,8 +42,10 @@ def read_config(path: str | Path) -> Draft:
     """
     path = or_shipped(path)
     if not path.is_file():
+        beside = [one.name for one in path.parent.glob("*.py")]
+        advice = nearest(path.name, beside, otherwise="see configs/")
         raise ValueError(
-            f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/"
+            f"got config {str(path)!r}, which is not a file; expected a .py config; {advice}"
         )
     draft = _read(str(path), within=())
     draft.values = {
