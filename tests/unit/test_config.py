@@ -166,4 +166,4 @@ def test_a_missing_config_is_named() -> None:
     with pytest.raises(ValueError, match=r"got config 'nowhere.py', which is not a file"):
         load_train_config("nowhere.py")
     with pytest.raises(ValueError, match=r"expected a .py config; did you mean 'train.py'\?"):
-        load_train_config(DEMO.with_name("trian.py"))
+        load_train_config(DEMO.with_name("trainn.py"))
