@@ -42,10 +42,9 @@ def read_config(path: str | Path) -> Draft:
     """
     path = or_shipped(path)
     if not path.is_file():
-        beside = [one.name for one in path.parent.glob("*.py")]
-        advice = nearest(path.name, beside, otherwise="see configs/")
         raise ValueError(
-            f"got config {str(path)!r}, which is not a file; expected a .py config; {advice}"
+            f"got config {str(path)!r}, which is not a file; expected a .py config; "
+            f"{_advice_for(path)}"
         )
     draft = _read(str(path), within=())
     draft.values = {
@@ -54,6 +53,16 @@ def read_config(path: str | Path) -> Draft:
         if not key.startswith("_") and not isinstance(value, NOT_DATA) and value != {}
     }
     return draft
+
+
+def _advice_for(path: Path) -> str:
+    """Files that may be meant by a path that is not one."""
+    if path.is_dir():
+        inside = sorted(one.name for one in path.glob("*.py"))
+        return f"pass a file of this folder: {', '.join(inside)}" if inside else "see configs/"
+
+    beside = [one.name for one in path.parent.glob("*.py")]
+    return nearest(path.name, beside, otherwise="see configs/")
 
 
 def files_of(path: str | Path) -> list[Path]:

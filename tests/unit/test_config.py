@@ -167,3 +167,5 @@ def test_a_missing_config_is_named() -> None:
         load_train_config("nowhere.py")
     with pytest.raises(ValueError, match=r"expected a .py config; did you mean 'train.py'\?"):
         load_train_config(DEMO.with_name("trainn.py"))
+    with pytest.raises(ValueError, match=r"pass a file of this folder: first.py, sample.py, tr"):
+        load_train_config(DEMO.parent)
