@@ -87,7 +87,8 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
 
 def expected_by(finding: Any) -> str:
     """What a pydantic error says about the value that it expects, as a noun phrase."""
-    kind, text = finding["type"], finding["msg"]
+    kind: str = finding["type"]
+    text: str = finding["msg"]
     if kind == "missing":
         return "one more entry"
 
