@@ -20,7 +20,7 @@ LOGGER = logging.getLogger("opensora_sp")
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of shells: 128 and the number of SIGINT."""
 RANK_LOCAL = {"is_rank_local": True}
-"""``extra=`` of a warning that only this rank logs, so that ranks other than 0 show it as well."""
+"""``extra=`` of a record that only this rank logs, so that ranks other than 0 show it as well."""
 # Set once this process exits: code that runs at its end cannot ask Python for it.
 exit_status: int | None = None
 CONFIG_HELP = (
@@ -144,7 +144,7 @@ def log_to_terminal() -> None:
 
 def add_log_handler(handler: logging.Handler, form: str, *, is_main: bool) -> None:
     """Add a handler to the package's log; it handles everything where ``is_main``."""
-    LOGGER.setLevel(logging.INFO if is_main else logging.WARNING)
+    LOGGER.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
     if not is_main:
         handler.addFilter(is_shown_on_all_ranks)

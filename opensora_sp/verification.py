@@ -49,8 +49,8 @@ def verify_config(
     """
     if ranks < 2:
         raise ValueError(
-            f"got {ranks} rank to share a batch; expected at least 2; set sp_size, or pass "
-            "--ranks 2"
+            f"got sp_size {ranks} to verify; expected at least 2 ranks that share a batch; set "
+            "sp_size, or pass --ranks 2"
         )
 
     results = mp.get_context("spawn").SimpleQueue()

@@ -191,11 +191,12 @@ def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
 
         file = resolve_inside(folder, name)
         with reading(file):
-            found, expected = _compare(file, entry, thorough=thorough)
-        if found != expected:
+            difference = _difference(file, entry, thorough=thorough)
+        if difference:
+            found, expected = difference
             raise DamagedCheckpointError(
-                f"got a damaged checkpoint: {file} has {found}; expected {expected}; resume from "
-                "another checkpoint"
+                f"got a damaged checkpoint: {file} {found}; expected {expected}, as it was "
+                "written; copy it again, or take another checkpoint"
             )
 
 
@@ -207,7 +208,7 @@ def reading(path: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError(
             f"got a damaged checkpoint: {path} ({error.strerror}); expected the file as it was "
-            "written; resume from another checkpoint"
+            "written; copy it again, or take another checkpoint"
         ) from None
     except OSError as error:
         raise ValueError(
@@ -216,15 +217,20 @@ def reading(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _compare(file: Path, entry: dict[str, Any], *, thorough: bool) -> tuple[Any, dict[str, Any]]:
-    """Size and SHA-256 of a file, and the values of its entry in the manifest."""
+def _difference(file: Path, entry: dict[str, Any], *, thorough: bool) -> tuple[str, str] | None:
+    """What a file is, and what its entry in the manifest says that it is; None if these agree."""
     if not file.is_file():
-        return "no such file", entry
+        return "is missing", f"{entry['bytes']} bytes"
 
-    found: dict[str, Any] = {"bytes": file.stat().st_size}
-    if found["bytes"] == entry["bytes"] and (thorough or entry["bytes"] <= QUICK_CHECK_BYTES):
-        found["sha256"] = sha256(file)
-    return found, {key: entry[key] for key in found}
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        return f"has {size} bytes", f"{entry['bytes']} bytes"
+
+    if thorough or size <= QUICK_CHECK_BYTES:
+        digest = sha256(file)
+        if digest != entry["sha256"]:
+            return f"has the SHA-256 {digest}", entry["sha256"]
+    return None
 
 
 def resolve_inside(folder: Path, name: str) -> Path:
@@ -267,7 +273,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if commit != _commit_text(text, number):
         raise DamagedCheckpointError(
             f"got a damaged checkpoint: {path} is not the one that COMMIT names; expected the file "
-            "as it was written; resume from another checkpoint"
+            "as it was written; copy it again, or take another checkpoint"
         )
 
     manifest: dict[str, Any] = parse_json(text, str(path))
@@ -279,7 +285,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if checkpoint_step(folder) not in (None, manifest["step"]):
         raise ValueError(
             f"got a renamed checkpoint: {path} is of step {manifest['step']}; expected the step of "
-            "the folder's name; rename the folder back, or resume from another checkpoint"
+            "the folder's name; rename the folder back, or take another checkpoint"
         )
     return manifest
 
@@ -306,7 +312,7 @@ def _read_commit(folder: Path) -> tuple[int, bytes]:
     if found is None:
         raise DamagedCheckpointError(
             f"got a damaged checkpoint: {path} holds {commit[:80]!r}; expected a format and a "
-            "SHA-256; resume from another checkpoint"
+            "SHA-256; copy it again, or take another checkpoint"
         )
 
     number = int(found[1])

@@ -37,8 +37,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes of the run, one per GPU; with --fit by default one group of sp_size",
     )
-    add("--gpus-per-node", type=int, metavar="M", help="to report batches shared across nodes")
-    add("--memory-gb", type=float, metavar="G", help="memory of a GPU, 1e9 bytes, to report excess")
+    add(
+        "--gpus-per-node",
+        type=int,
+        metavar="M",
+        help="GPUs of a node, to report batches that several nodes share",
+    )
+    add(
+        "--memory-gb",
+        type=float,
+        metavar="G",
+        help="memory of a GPU in GB (1e9 bytes), to report what does not fit",
+    )
     add("--gpu", metavar="NAME", help="H100 or H200: predict step time and MFU; sets --memory-gb")
     add("--json", action="store_true", help="all numbers, in bytes, as JSON")
     add(
@@ -53,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--largest-batch",
         type=int,
         metavar="B",
-        help="of --fit: clips of a batch that are never exceeded (512)",
+        help="of --fit: most clips in a batch (default: 512)",
     )
     add(
         "--calibrate",
@@ -257,14 +267,13 @@ def _memory(estimate: BatchEstimate) -> list[str]:
         peaks = {"recomputing all": memory.checkpointed, "recomputing nothing": memory.plain}
         if memory.configured not in peaks.values():
             peaks = {"as configured": memory.configured, **peaks}
-        note = f"* as configured: {memory.describe()}. "
+        note = f"As configured: {memory.describe()}. "
 
     for name, peak in peaks.items():
         if peak is not None:
-            star = " *" if len(peaks) > 1 and peak is memory.configured else ""
             numbers = (peak.total, *states, peak.gradients, peak.activations)
             cells = [f"{number / 1e9:.3f}" for number in numbers]
-            rows[name + star] = (*cells, MOMENTS[peak.moment])
+            rows[name] = (*cells, MOMENTS[peak.moment])
 
     if estimate.sampling is None:
         note += "On top come the VAE, the text encoder, and what the allocator loses."

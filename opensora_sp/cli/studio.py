@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     add("--nproc", type=int, default=1, metavar="N", help="processes that sample (default: 1)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=7860, help="port; 0 takes a free one (default: 7860)")
-    add("--token", help="what the page's address has to hold (default: drawn at each start)")
+    add("--token", help="secret in the page's address (default: drawn at each start)")
     return parser
 
 

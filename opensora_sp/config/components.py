@@ -13,7 +13,7 @@ from opensora_sp.components import check_methods, component_class, nearest
 from opensora_sp.diffusion import IDDPM, RectifiedFlow
 
 from .draft import Draft
-from .findings import ConfigError, raise_together
+from .findings import ConfigError, expected_by, raise_together
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 ALLOWED = "allow_types"
@@ -137,7 +137,8 @@ def _message(key: str, finding: Any, options: dict[str, Any], schema: Any) -> st
         return f"got the unknown key '{key}.{option}'; expected one of {known}; {advice}"
     if option not in options:
         return f"got no {key}.{option}; expected a value; set it"
-    return f"got {key}.{option} = {options[option]!r}; {finding['msg']}; change {key}.{option}"
+    got, expected = f"{key}.{option} = {options[option]!r}", expected_by(finding)
+    return f"got {got}; expected {expected}; change {key}.{option}"
 
 
 def build_component(value: dict[str, Any], known: dict[str, Any]) -> Any:

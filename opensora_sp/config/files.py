@@ -17,6 +17,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from opensora_sp.components import nearest
 from opensora_sp.json_reader import MAX_BYTES, read_small_file
 from opensora_sp.shipped import or_shipped
 
@@ -42,7 +43,8 @@ def read_config(path: str | Path) -> Draft:
     path = or_shipped(path)
     if not path.is_file():
         raise ValueError(
-            f"got config {str(path)!r}, which is not a file; expected a .py config; see configs/"
+            f"got config {str(path)!r}, which is not a file; expected a .py config; "
+            f"{_advice_for(path)}"
         )
     draft = _read(str(path), within=())
     draft.values = {
@@ -51,6 +53,16 @@ def read_config(path: str | Path) -> Draft:
         if not key.startswith("_") and not isinstance(value, NOT_DATA) and value != {}
     }
     return draft
+
+
+def _advice_for(path: Path) -> str:
+    """Files that may be meant by a path that is not one."""
+    if path.is_dir():
+        inside = sorted(one.name for one in path.glob("*.py"))
+        return f"pass a file of this folder: {', '.join(inside)}" if inside else "see configs/"
+
+    beside = [one.name for one in path.parent.glob("*.py")]
+    return nearest(path.name, beside, otherwise="see configs/")
 
 
 def files_of(path: str | Path) -> list[Path]:

@@ -13,6 +13,9 @@ from opensora_sp.components import nearest
 
 from .draft import Draft, Key, dotted
 
+# Begins most messages of pydantic.
+_INPUT = "Input should be "
+
 
 class ConfigError(ValueError):
     """Several problems of a config, a message each."""
@@ -79,7 +82,24 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
         return messages_of(finding["ctx"]["error"])
 
     shown = json.dumps(finding["input"], default=repr)
-    return [f"got {key} = {shown}; {finding['msg']}; change {key}"]
+    return [f"got {key} = {shown}; expected {expected_by(finding)}; change {key}"]
+
+
+def expected_by(finding: Any) -> str:
+    """What a pydantic error says about the value that it expects, as a noun phrase."""
+    kind: str = finding["type"]
+    text: str = finding["msg"]
+    if kind == "missing":
+        return "one more entry"
+
+    phrase = text.removeprefix(_INPUT)
+    if phrase == text:
+        return f"another value ({text})"
+    if kind.startswith(("greater_than", "less_than")):
+        return f"a number {phrase}"
+
+    # "a valid integer, unable to parse string as an integer"; the values of a literal have commas.
+    return phrase if kind == "literal_error" else phrase.partition(", ")[0]
 
 
 def _origins(draft: Draft, loc: Key, message: str) -> str:

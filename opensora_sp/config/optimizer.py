@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 
 from opensora_sp.components import nearest
 
-from .findings import raise_together
+from .findings import expected_by, raise_together
 from .sections import Strict
 
 
@@ -170,8 +170,10 @@ def _converted(name: str, values: dict[str, Any], defaults: dict[str, Any]) -> d
         try:
             converted[key] = TypeAdapter(_type_of(defaults[key])).validate_python(value)
         except ValidationError as error:
-            reason = error.errors()[0]["msg"]
-            found.append(f"got optimizer.{key} = {value!r}; {reason}; change optimizer.{key}")
+            expected = expected_by(error.errors()[0])
+            found.append(
+                f"got optimizer.{key} = {value!r}; expected {expected}; change optimizer.{key}"
+            )
     raise_together(*found)
     return converted
 

@@ -50,6 +50,9 @@ class ClipShape(NamedTuple):
     height: int
     width: int
 
+    def __str__(self) -> str:
+        return f"{self.num_frames} frames of {self.height}x{self.width}"
+
 
 class Sample(NamedTuple):
     """One use of a clip: its number, the epoch (random crops depend on it), and its shape.

@@ -230,8 +230,8 @@ def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
     if not path.is_file():
         raise ValueError(
             f"got manifest {str(path)!r}, which is not a file; expected a CSV, JSONL or Parquet "
-            "file with the columns path,text; check dataset.manifest, make one of a folder with "
-            "opensora-sp index, or a toy set with scripts/make_toy_clips.py"
+            "file with the columns path,text; check the path, or list the videos of a folder with "
+            "opensora-sp index"
         )
     check_suffix(path)
     if path.suffix == ".parquet":

@@ -128,14 +128,12 @@ class HeldoutLoss:
         return torch.stack(sums).view(len(seeds), bins)
 
 
-def none_readable(
-    name: str, dataset: VideoTextDataset, shapes: object, last: tuple[str, str] | None
-) -> ValueError:
+def none_readable(name: str, dataset: VideoTextDataset, shapes: object, last: str) -> ValueError:
     """The error where no clip of a manifest could be cut to the shapes that were asked for.
 
-    ``last``: path of the last one and the reason.
+    ``last``: path of the last one and the reason, as of ``CorruptSamples.last``.
     """
-    example = f" ({': '.join(last)})" if last else ""
+    example = f" ({last})" if last else ""
     return ValueError(
         f"got {len(dataset)} clips in {name} {str(dataset.rows.file)!r}, none of which can be cut "
         f"to {shapes}{example}; expected readable videos that are long enough; check the "

@@ -81,8 +81,8 @@ class Evaluation:
         """A line for each bucket and bin."""
         lines = [
             f"held-out loss of {self.weights} on {self.manifest}",
-            f"seeds {self.seeds[0]} to {self.seeds[-1]}; ± is the 95% confidence interval of the "
-            "mean over seeds",
+            self._described_seeds(),
+            "bins: equal parts of the timesteps as training draws them, from data (0%) to noise",
         ]
         for bucket in self.buckets:
             lines += ["", f"{bucket.name}: {bucket.clips} clips"]
@@ -93,3 +93,11 @@ class Evaluation:
         if self.empty:
             lines += ["", f"without clips: {', '.join(self.empty)}"]
         return "\n".join(lines)
+
+    def _described_seeds(self) -> str:
+        if len(self.seeds) == 1:
+            return f"seed {self.seeds[0]}"
+        return (
+            f"seeds {self.seeds[0]} to {self.seeds[-1]}; ± is the 95% confidence interval of the "
+            "mean over seeds"
+        )

@@ -65,9 +65,9 @@ class CorruptSamples:
             self._substituted_as_first += len(places)
 
     @property
-    def last(self) -> tuple[str, str] | None:
-        """Path and reason of the newest one that this rank knows of."""
-        return next(reversed((self.found | self._unreported).items()), None)
+    def last(self) -> str:
+        """Path and reason of the newest one that this rank knows of, ``PATH: REASON``."""
+        return ": ".join(next(reversed((self.found | self._unreported).items()), ()))
 
     def report(self, device: torch.device) -> int:
         """Log new corrupt files on rank 0; returns the clips substituted so far. Collective.
@@ -85,9 +85,8 @@ class CorruptSamples:
         if unreported:
             self._exchange_reports()
         if substituted > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.rows))):
-            last = ": ".join(self.last or ())
             raise ValueError(
-                f"got {substituted} corrupt clips of {read} read, the last {last}; expected "
+                f"got {substituted} corrupt clips of {read} read, the last {self.last}; expected "
                 f"at most dataset.max_bad_fraction = {self.max_bad_fraction:g} of them; check the "
                 "files that train.log names, or raise max_bad_fraction"
             )

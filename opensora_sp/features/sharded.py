@@ -198,9 +198,8 @@ class ShardedEncoder:
             items = [self.dataset[sample] for sample in self.samples(used, places)]
         else:
             raise ValueError(
-                f"got no readable clip in {MAX_SUBSTITUTES} tries for one place of a batch of "
-                f"{shape} (the last corrupt file: {self.corrupt.last}); expected video files; "
-                "check the manifest's paths"
+                f"got no readable clip in {MAX_SUBSTITUTES} tries for a batch of {shape}, the last "
+                f"{self.corrupt.last}; expected video files; check the manifest's paths"
             )
 
         self._take_whole.discard(self.mesh.group)

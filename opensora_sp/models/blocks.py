@@ -74,7 +74,7 @@ class ModulatedBlock(nn.Module):
         """
         shift, scale, gate = entries
         x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
-        branch = self.attn(modulated, condition.rows, *condition.of_rows)
+        branch = self.attn(modulated, condition.rows, *condition.precomputed)
         return x, gate, branch, condition.part, deferred_bias(self.attn.proj)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
@@ -129,7 +129,8 @@ class STDiT3Block(ModulatedBlock):
             entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
         else:
             entries = condition.entries_of(table, ATTENTION, branch_scale)
-        # Attention to the text and the residual connection: backward gets a gradient from each.
+        # The residual connection and the cross-attention take the same tokens. They are returned
+        # twice, so that the kernel's backward adds the two gradients.
         x, same = kernels.add_gated_twice(*self.attend_row(x, condition, entries[:MLP]))
         attended = self.attend_text(same, condition)
         return self.feed_forward(x, attended, condition, entries[MLP:])
@@ -183,7 +184,7 @@ class STDiTBlock(TwoPartBlock):
         table = self.scale_shift_table[GATE:MLP]
         (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
-        branch = self.attn_temp(with_positions, condition.rows, *condition.of_rows)
+        branch = self.attn_temp(with_positions, condition.rows, *condition.precomputed)
         return self.finish(x, gate, branch, condition, branch_scale)
 
 
@@ -211,7 +212,7 @@ class STDiT2Block(TwoPartBlock):
         table = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
         x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
-        branch = self.attn_temp(modulated, condition.rows, *condition.of_rows)
+        branch = self.attn_temp(modulated, condition.rows, *condition.precomputed)
         return self.finish(x, gate, branch, condition, branch_scale)
 
 

@@ -154,8 +154,8 @@ class Condition:
         return self.keys_values.get(layer)
 
     @property
-    def of_rows(self) -> tuple[Tensor | None, Groups | None]:
-        """What a self-attention takes beside the rows."""
+    def precomputed(self) -> tuple[Tensor | None, Groups | None]:
+        """What a self-attention would else compute from the rows, in each block anew."""
         return self.rotation, self.groups
 
     def per_token(self, table: Tensor, *, ignore_frames: bool = False) -> tuple[Tensor, ...]:

@@ -180,12 +180,13 @@ class STDiT3(ConditionedModel):
         pairs = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
         tables = conditioning.tables([block.scale_shift_table for pair in pairs for block in pair])
         for i, (spatial_block, temporal_block) in enumerate(pairs):
-            own = tables[2 * i], scales[2 * i]
-            x = self.run_part(spatial_block, x, conditioning.spatial(rows), *own)
+            of_block = tables[2 * i], scales[2 * i]
+            x = self.run_part(spatial_block, x, conditioning.spatial(rows), *of_block)
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
 
-            last, own = i + 1 == config.depth, (tables[2 * i + 1], scales[2 * i + 1])
-            x = self.run_part(temporal_block, x, conditioning.temporal(rows), *own, last=last)
+            last = i + 1 == config.depth
+            of_block = tables[2 * i + 1], scales[2 * i + 1]
+            x = self.run_part(temporal_block, x, conditioning.temporal(rows), *of_block, last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C], spatial rows
 
@@ -197,8 +198,8 @@ class STDiT3(ConditionedModel):
     ) -> Tensor:
         """All blocks of a model of images: tokens ``[R, S, C]`` stay in their rows."""
         tables = conditioning.tables([block.scale_shift_table for block in self.spatial_blocks])
-        for block, *own in zip(self.spatial_blocks, tables, scales, strict=True):
-            x = self.run_part(block, x, conditioning.spatial(rows), *own, last=True)
+        for block, *of_block in zip(self.spatial_blocks, tables, scales, strict=True):
+            x = self.run_part(block, x, conditioning.spatial(rows), *of_block, last=True)
         return x
 
     def embed_frames(self, extra: Mapping[str, Tensor], num_frames: int) -> Tensor | None:

@@ -248,7 +248,8 @@ def check_sp_size(sp_size: SequenceSize, world_size: int) -> None:
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(
             f"got sp_size {sp_size} with {world_size} processes; expected an sp_size that divides "
-            f"the number of processes, one of {fitting}; change sp_size or the number of processes"
+            f"the number of processes, one of {fitting}; change sp_size, or the number of "
+            "processes (torchrun --nproc_per_node)"
         )
 
 

@@ -88,8 +88,8 @@ def choose_groups(
                 reason += f"; sp_size {n} would take {ratio:.2f} times as long"
         reason += "; --sp-size N overrides"
 
-    videos, number = _count(len(requests), "video"), _count(len(batches), "group")
-    processes = _count(world_size, "process", plural="es")
+    videos, number = counted(len(requests), "video"), counted(len(batches), "group")
+    processes = counted(world_size, "process", plural="es")
     what = f"{videos} on {processes}: {number} of {best} (sp_size {best})"
     return Groups(best, batches, f"{what}, {reason}")
 
@@ -121,7 +121,8 @@ def _spanning(world_size: int, ranks_of_hosts: Collection[int]) -> dict[int, boo
     return found
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """``1 video``, ``3 videos``."""
     return f"{number} {noun}" + plural * (number > 1)
 
 

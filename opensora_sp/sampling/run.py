@@ -29,7 +29,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import warn_of_other_base
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
-from opensora_sp.console import LOGGER
+from opensora_sp.console import LOGGER, RANK_LOCAL
 from opensora_sp.data.atomic import check_writable
 from opensora_sp.device_verification import choose_compiled, choose_kernels
 from opensora_sp.dtypes import DTYPES
@@ -59,7 +59,7 @@ from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
 from .pipeline import Pipeline
 from .placement import free_memory, place_encoders
-from .process_groups import choose_groups, find_ranks_of_hosts
+from .process_groups import choose_groups, counted, find_ranks_of_hosts
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 
@@ -85,8 +85,7 @@ def sample(cfg: InferenceConfig) -> list[Path]:
     with closing_process_group(), Watchdog(grace_time=0):
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
-    # Only rank 0 logs, and each video is written by another rank in turn.
-    logger.info("done: %d videos in %s", len(requests), cfg.outputs)
+    logger.info("done: %s in %s", counted(len(requests), "video"), cfg.outputs)
     return written
 
 
@@ -379,7 +378,7 @@ def write_batch(
         raise
 
     for path in written:
-        logger.info("rank %d wrote %s", mesh.rank, path)
+        logger.info("rank %d wrote %s", mesh.rank, path, extra=RANK_LOCAL)
     return written
 
 

@@ -7,12 +7,15 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.sections import Validation
+from opensora_sp.data import Manifest
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
 from opensora_sp.json_reader import read_json
 from opensora_sp.launchers import launchers
@@ -156,10 +159,20 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     logger.info("sample from it: %s", _from_anywhere(command))
 
 
-def write_sampling_config(cfg: TrainConfig, run_dir: Path) -> None:
-    """Write a config to sample from the run, with the sampling options of its validation."""
-    validation = cfg.validation or Validation(every=1, prompts=["TEXT"])
-    update = {"prompts": [], "outputs": str(run_dir / "samples")}
+def write_sampling_config(cfg: TrainConfig, run_dir: Path, clips: Manifest) -> None:
+    """Write a config to sample from the run, with the sampling options of its validation.
+
+    Without validation, videos have the frame rate of the median clip, if the manifest has any.
+    """
+    update: dict[str, Any] = {"prompts": [], "outputs": str(run_dir / "samples")}
+    validation = cfg.validation
+    if validation is None:
+        validation = Validation(every=1, prompts=["TEXT"])
+        rates = clips.column("fps")
+        rates = rates[rates > 0]  # NaN where unknown, and of images
+        if len(rates) > 0:
+            update["fps"] = float(np.median(rates)) / cfg.dataset.frame_interval
+
     sampling = sampling_config(cfg, validation).model_copy(update=update)
     (run_dir / SAMPLING).write_text(dump_config(sampling), encoding="utf-8")
 

@@ -166,7 +166,7 @@ class Trainer:
         if is_main:
             # From the start on: a run can be sampled while it trains.
             with reporter.outputs.of("sample.py"):
-                write_sampling_config(cfg, run_dir)
+                write_sampling_config(cfg, run_dir, self.dataset.rows)
         # The launcher, whose command line this is, may have ended when the run stops.
         command = command_to_resume()
         steps = iter(self.loader)

@@ -284,3 +284,5 @@ def test_the_table_has_every_number() -> None:
     table = Evaluation("ema", "held.csv", [42, 43], [of_bucket], ["240p x 51"]).table()
     assert "144p x 17: 3 clips" in table and "without clips: 240p x 51" in table
     assert "50% to 100%  3.0000 ± 12.7060" in table and "seeds 42 to 43" in table
+    table = Evaluation("ema", "held.csv", [42], [of_bucket], []).table()
+    assert "seed 42\n" in table and "±" not in table.splitlines()[1]

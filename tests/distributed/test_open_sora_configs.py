@@ -150,7 +150,7 @@ def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
 
 
 BAD_1_3 = {
-    "cond_type=v2v_loop": "Input should be 'i2v_head', 'i2v_tail', 'i2v_loop' or 'v2v_head'",
+    "cond_type=v2v_loop": "expected 'i2v_head', 'i2v_tail', 'i2v_loop' or 'v2v_head'",
     "batch_size=2": "with model.use_cond True, scheduler 'rflow' and batch_size 2; expected a",
     "model.use_cond=False": "got cond_type 'i2v_head' with model.use_cond False",
     "vae.micro_frame_size=16": "got vae.micro_frame_size 16; expected 1 more than a multiple of 4",

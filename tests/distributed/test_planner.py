@@ -456,6 +456,7 @@ def test_table_and_json_hold_the_same_numbers(
         and f"{bucket['sharing']['imbalance']:.1%}" in table
     )
     assert f"{bucket['memory']['configured']['total'] / 1e9:.3f}" in table
+    assert "As configured: nothing is recomputed." in table and "*" not in table.split("memory")[1]
     assert (
         set(bucket["compared"]) == {"switch", "ulysses", "split_gather"}
         and "with 'ulysses'" in table

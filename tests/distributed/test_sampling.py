@@ -172,6 +172,8 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(
     assert done.returncode == 0, done.stdout + done.stderr
     reported = f"4 videos on {ranks} processes: {groups} of 2 (sp_size 2), as asked for"
     assert reported in done.stderr
+    assert done.stderr.count(" wrote ") == len(PROMPTS), done.stderr  # of all ranks
+    assert f"done: 4 videos in {tmp_path / 'out'}" in done.stderr
 
     videos = sorted((tmp_path / "out").glob("*.mp4"))
     assert [v.name for v in videos][:2] == [

@@ -67,7 +67,7 @@ class TemporalBranch(OneLayout):
             AllToAll(shape.depth, TEMPORAL, SPATIAL, token),
         ]
 
-    def temporal(self, local: Any, x: torch.Tensor, rows: Any, *of_rows: Any) -> torch.Tensor:
+    def temporal(self, local: Any, x: torch.Tensor, rows: Any, *precomputed: Any) -> torch.Tensor:
         temporal = self.local_rows(rows.transposed())
         there = self.plan(rows, SPATIAL, TEMPORAL, x.device)
         back = self.plan(rows, TEMPORAL, SPATIAL, x.device)

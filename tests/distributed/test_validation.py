@@ -335,7 +335,7 @@ def read_what_is_too_short(config: Path) -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"got 3 clips in .*num_frames=7.* \(\S+/2.mp4: .*got 6 frames; expected at least",
+        match=r"got 3 clips in .* 7 frames of 28x24 \(\S+/2.mp4: .*got 6 frames; expected at least",
     ):
         validator._heldout_losses(heldout)
 

@@ -13,10 +13,11 @@ import pytest
 from runs import ROOT, TRAIN, run, write_toy_set
 
 from opensora_sp import cli, error_file
-from opensora_sp.config import load_train_config
+from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.console import report_errors
+from opensora_sp.data import Manifest
 from opensora_sp.error_file import write_error_file
-from opensora_sp.training.ending import advice_for_long_steps, conclude
+from opensora_sp.training.ending import advice_for_long_steps, conclude, write_sampling_config
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
 
@@ -131,6 +132,23 @@ def test_a_run_ends_well_whose_working_directory_was_removed(
         conclude(load_train_config(str(config)), tmp_path, 1.0, 2.0)
     command = f"opensora-sp sample {tmp_path}/sample.py --ckpt {tmp_path} --prompt TEXT"
     assert caplog.messages[-1] == f"sample from it: {command}"
+
+
+def test_samples_have_the_frame_rate_of_the_clips(tmp_path: Path) -> None:
+    config, manifest = tmp_path / "config.py", tmp_path / "clips.csv"
+    config.write_text(TRAIN.format(manifest=str(manifest)))
+    manifest.write_text("path,text,fps\na.mp4,,8\nb.mp4,,12\nc.mp4,,30\nd.jpg,,\n")
+
+    def rate(*options: str) -> float:
+        cfg = load_train_config(config, [*options])
+        write_sampling_config(cfg, tmp_path, Manifest(manifest))
+        return load_inference_config(tmp_path / "sample.py").fps
+
+    assert rate() == 12 and rate("dataset.frame_interval=3") == 4
+    assert rate("validation=dict(every=1,prompts=['a'],fps=5)") == 5
+
+    manifest.write_text("path,text\na.mp4,\n")
+    assert rate() == 24
 
 
 @pytest.mark.parametrize(

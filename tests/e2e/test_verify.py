@@ -92,5 +92,5 @@ def test_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
         main(["verify", str(DEMO), "--ranks", "1"])
     assert (
         left.value.code == 2
-        and "got 1 rank to share a batch; expected at least 2" in capsys.readouterr().err
+        and "got sp_size 1 to verify; expected at least 2 ranks" in capsys.readouterr().err
     )

@@ -118,7 +118,7 @@ def test_scores_that_are_none_are_refused(line: str, tmp_path: Path) -> None:
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = write_training(tmp_path, 4)
     for option, message in {
-        "dataset.caption_scores=numbers": "Input should be 'words'; change dataset.caption_scores",
+        "dataset.caption_scores=numbers": "expected 'words'; change dataset.caption_scores",
         "dataset.caption_score=words": "did you mean 'caption_scores'?",
         "dataset.remove_caption_prefix=3": "got dataset.remove_caption_prefix = 3",
     }.items():

@@ -58,19 +58,19 @@ def test_all_configs_are_found() -> None:
         ),
         (["dataset.manifst='a'"], "did you mean 'manifest'"),
         (["model.hiden_size=4"], "did you mean 'hidden_size'"),
-        (["model.depth=abc"], r"got model.depth = 'abc'; Input should be a valid integer"),
-        (["model.depth=2.5"], "got model.depth = 2.5; Input should be a valid integer"),
+        (["model.depth=abc"], "got model.depth = 'abc'; expected a valid integer; change"),
+        (["model.depth=2.5"], "got model.depth = 2.5; expected a valid integer; change"),
         (["model.depth=0"], "got depth 0; expected a positive number"),
         (["grad_checkpoint=100"], "got grad_checkpoint=100; expected a number from 0 to 6,"),
         (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
-        (["model.patch_size=(2, 2)"], "got model.patch_size = .*Field required"),
-        (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; Input should be a valid boolean"),
+        (["model.patch_size=(2, 2)"], r"got model.patch_size = \(2, 2\); expected one more entry"),
+        (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; expected a valid boolean; change"),
         (["model.skip_y_embedder=True"], "expected False, since text comes from text_encoder"),
         (["model.type=3"], "got model without the name of a type"),
-        (["vae.pool=4"], "got vae.pool = 4; Input should be a valid tuple"),
+        (["vae.pool=4"], "got vae.pool = 4; expected a valid tuple; change vae.pool"),
         (
             ["scheduler.cfg_scale=high"],
-            "got scheduler.cfg_scale = 'high'; Input should be a valid number",
+            "got scheduler.cfg_scale = 'high'; expected a valid number; change",
         ),
         (
             ["scheduler.num_sampling_steps=0"],
@@ -108,7 +108,7 @@ def test_options_of_a_custom_class_are_checked_together() -> None:
     for message in (
         "got no vae.size; expected a value",
         "got the unknown key 'vae.sizes'; expected one of ['size', 'codec', 'model_x']; did you",
-        "got vae.model_x = 'high'; Input should be a valid number",
+        "got vae.model_x = 'high'; expected a valid number",
     ):
         assert message in str(error.value)
 
@@ -165,3 +165,7 @@ def test_files_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
 def test_a_missing_config_is_named() -> None:
     with pytest.raises(ValueError, match=r"got config 'nowhere.py', which is not a file"):
         load_train_config("nowhere.py")
+    with pytest.raises(ValueError, match=r"expected a .py config; did you mean 'train.py'\?"):
+        load_train_config(DEMO.with_name("trainn.py"))
+    with pytest.raises(ValueError, match=r"pass a file of this folder: first.py, sample.py, tr"):
+        load_train_config(DEMO.parent)

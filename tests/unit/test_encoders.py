@@ -514,7 +514,7 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("type='my_encoders.MeanVAE', gian=2", "unknown key 'vae.gian'.*did you mean 'gain'"),
         (
             "type='my_encoders.MeanVAE', gain='loud'",
-            "got vae.gain = 'loud'; Input should be a valid number",
+            "got vae.gain = 'loud'; expected a valid number",
         ),
         (
             "type='my_encoders.Mean'",
@@ -530,7 +530,7 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ),
         (
             "type='OpenSoraVAE_V1_2', from_pretrained='x', dtype='half'",
-            "got vae.dtype = 'half'; Input should be 'fp32'",
+            "got vae.dtype = 'half'; expected 'fp32'",
         ),
         (
             "type='VAE'",

@@ -113,7 +113,7 @@ class Strategy:
         """Whether recomputation under gradient checkpointing sends everything again."""
         return False
 
-    # Local points: what ranks do with tensors.
+    # Methods of hook points: what ranks do with tensors.
 
     def boundary_rows(self, rows: Rows) -> tuple[Rows, ...]:
         """The rows where tokens enter and where they leave, given all spatial rows; one element if
@@ -128,9 +128,9 @@ class Strategy:
         return local(*args, **options)
 
     # switch(local, x, rows) -> x and its rows in the other layout, x ``[R, L, C]``
-    # spatial, temporal(local, x, rows, *of_rows) -> x; ``of_rows`` was computed ahead for these
-    #     rows, and is computed anew where it is left out
-    # attend_spatial, attend_temporal(local, q, k, v, rows, *of_rows) -> output; all
+    # spatial, temporal(local, x, rows, *precomputed) -> x; ``precomputed`` is of these rows, and
+    #     computed anew where it is left out
+    # attend_spatial, attend_temporal(local, q, k, v, rows, *precomputed) -> output; all
     #     ``[R, L, H, D]``
     # segment(local, function, rows, *args, recompute, last) -> what the function returns
     # tokenwise(local, function, rows, tokens, entries, part) -> what the function returns

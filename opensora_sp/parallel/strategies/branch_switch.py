@@ -21,19 +21,19 @@ from .one_layout import OneLayout
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """What the spatial attention of a batch takes, found before a block: it belongs to no graph.
+class PreparedBranch:
+    """What the spatial attention of a batch takes, computed before a block, outside of its graph.
 
     Attributes:
         rows: the spatial rows of this rank.
         there, back: this rank's part in the exchanges before and after.
-        of_rows: what the attention takes beside these rows, if not all is found where it runs.
+        precomputed: what the attention takes beside these rows; empty if it computes that itself.
     """
 
     rows: Rows
     there: ExchangePlan
     back: ExchangePlan
-    of_rows: tuple[Any, ...] = ()
+    precomputed: tuple[Any, ...] = ()
 
 
 class BranchSwitch(OneLayout):
@@ -71,24 +71,24 @@ class BranchSwitch(OneLayout):
             AllToAll(shape.depth, SPATIAL_ROWS, temporal, token),
         ]
 
-    def look_ahead(self, rows: Any, device: torch.device) -> Ahead:
-        found = self._found(rows, device)
+    def prepare(self, rows: Any, device: torch.device) -> PreparedBranch:
+        found = self._prepare_exchanges(rows, device)
         spatial: Any = found.rows
-        return replace(found, of_rows=(None, spatial.groups()))
+        return replace(found, precomputed=(None, spatial.groups()))
 
-    def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
-        # Outside of a segment nothing is known ahead.
-        ahead: Ahead = self._ahead or self._found(rows, x.device)
-        spatial = ahead.rows
-        received = self._exchange(x.flatten(0, 1), ahead.there)
+    def spatial(self, local: Local, x: Tensor, rows: Rows, *precomputed: Any) -> Tensor:
+        # Outside of a segment nothing is known prepared.
+        prepared: PreparedBranch = self._prepared or self._prepare_exchanges(rows, x.device)
+        spatial = prepared.rows
+        received = self._exchange(x.flatten(0, 1), prepared.there)
         tokens = received.unflatten(0, (spatial.count, spatial.length))
-        out = local(tokens, spatial, *ahead.of_rows)
-        return self._exchange(out.flatten(0, 1), ahead.back).view(x.shape)
+        out = local(tokens, spatial, *prepared.precomputed)
+        return self._exchange(out.flatten(0, 1), prepared.back).view(x.shape)
 
-    def _found(self, rows: Rows, device: torch.device) -> Ahead:
+    def _prepare_exchanges(self, rows: Rows, device: torch.device) -> PreparedBranch:
         spatial = self.local_rows(rows.transposed())
         own, other = self.layout_of(rows), self.layout_of(spatial)
-        return Ahead(
+        return PreparedBranch(
             spatial,
             there=self.plan(rows, own, other, device),
             back=self.plan(spatial, other, own, device),

@@ -24,7 +24,7 @@ class OneLayout(Strategy):
     resident_layout = "temporal"
     keeps_received = True
 
-    _ahead: Any = None  # of the segment that runs
+    _prepared: Any = None  # of the segment that runs
 
     @classmethod
     def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
@@ -52,18 +52,20 @@ class OneLayout(Strategy):
     ) -> Any:
         if recompute and not self.resends(self.options):
             options["context_fn"] = keep_exchanged
-        ahead = self.look_ahead(rows, args[0].device)
+        prepared = self.prepare(rows, args[0].device)
 
         def started(*args: Any) -> Any:
-            self._ahead = ahead
+            self._prepared = prepared
             try:
                 return function(*args)
             finally:
-                self._ahead = None
+                self._prepared = None
 
         return local(started, rows, *args, recompute=recompute, **options)
 
-    def look_ahead(self, rows: Any, device: torch.device) -> Any:
-        """What the blocks of a segment take that is found before them, since it belongs to no
-        graph: plans of exchanges, and the rows in which tokens attend."""
+    def prepare(self, rows: Any, device: torch.device) -> Any:
+        """What the blocks of a segment need: plans of exchanges, and the rows that attend.
+
+        It is computed before the blocks, so that no compiled graph traces it.
+        """
         return None

@@ -19,8 +19,8 @@ from .one_layout import OneLayout
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """What an attention by heads takes, found before a block.
+class PreparedHeads:
+    """What an attention by heads takes, computed before a block, outside of its graph.
 
     Attributes:
         rows: those in which tokens attend, each of one head.
@@ -68,31 +68,33 @@ class SplitAttention(OneLayout):
         k: Tensor,
         v: Tensor,
         rows: LatentRows,
-        *of_rows: Any,
+        *precomputed: Any,
         block: str,
     ) -> Any:
         """Attend with entries (token, head) in a block's layout; q, k, v are ``[R, L, H, D]``."""
-        # Outside of a segment nothing is known ahead.
-        ahead: Ahead | None = (self._ahead or self.look_ahead(rows, q.device))[block]
-        if ahead is None:
-            return local(q, k, v, rows, *of_rows)
+        # Outside of a segment nothing is known prepared.
+        prepared: PreparedHeads | None = (self._prepared or self.prepare(rows, q.device))[block]
+        if prepared is None:
+            return local(q, k, v, rows, *precomputed)
 
         # [R, L, H, 3, D] -> entries [R * L * H, 3 * D], for one exchange.
         qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)
-        qkv = exchange(qkv, ahead.there, self.group, kind="heads")
-        qkv = qkv.view(-1, ahead.rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
-        out = local(*qkv.unbind(3), ahead.rows, ahead.groups)
-        return exchange(out.flatten(0, 2), ahead.back, self.group, kind="heads").view(q.shape)
+        qkv = exchange(qkv, prepared.there, self.group, kind="heads")
+        qkv = qkv.view(-1, prepared.rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
+        out = local(*qkv.unbind(3), prepared.rows, prepared.groups)
+        return exchange(out.flatten(0, 2), prepared.back, self.group, kind="heads").view(q.shape)
 
-    def look_ahead(self, rows: LatentRows, device: torch.device) -> dict[str, Ahead | None]:
+    def prepare(self, rows: LatentRows, device: torch.device) -> dict[str, PreparedHeads | None]:
         """By the block whose attention it is; None for an attention that is local."""
         layouts = self.attention_layouts(rows.grid)
         return {
-            block: self._found(rows, layout, device) if has_heads(layout) else None
+            block: self._prepare_exchanges(rows, layout, device) if has_heads(layout) else None
             for block, layout in (("spatial", layouts.spatial), ("temporal", layouts.temporal))
         }
 
-    def _found(self, rows: LatentRows, layout: str, device: torch.device) -> Ahead:
+    def _prepare_exchanges(
+        self, rows: LatentRows, layout: str, device: torch.device
+    ) -> PreparedHeads:
         held = f"{self.layout_of(rows)} h"
         there = self.plan(rows, held, layout, device)
         back = self.plan(rows, layout, held, device)
@@ -101,7 +103,7 @@ class SplitAttention(OneLayout):
         attended = "spatial" if layout.endswith("s") else "temporal"
         rows = rows if rows.layout == attended else rows.transposed()
         units = None if rows.are_sequences else self.local_units(rows, layout)
-        return Ahead(rows, there, back, rows.groups(units))
+        return PreparedHeads(rows, there, back, rows.groups(units))
 
     def local_units(self, rows: Rows, layout: str) -> list[int]:
         """Numbers of the samples, rows or windows that attend here, in order, once per head."""

@@ -40,12 +40,12 @@ class SplitGather(OneLayout):
         blocks = 2 * shape.depth if shape.alternates else shape.depth
         return [AllGather(blocks, held, shape.width * element_size)]
 
-    def spatial(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+    def spatial(self, local: Local, x: Tensor, rows: Rows, *precomputed: Any) -> Tensor:
         everything, frames = rows.take(0, rows.total).transpose(self._all(x, rows))  # [B * T, S, C]
         out, _ = frames.transpose(local(everything, frames))
         return out[rows.start : rows.stop]
 
-    def temporal(self, local: Local, x: Tensor, rows: Rows, *of_rows: Any) -> Tensor:
+    def temporal(self, local: Local, x: Tensor, rows: Rows, *precomputed: Any) -> Tensor:
         out: Tensor = local(self._all(x, rows), rows.take(0, rows.total))
         return out[rows.start : rows.stop]
 
