@@ -77,7 +77,7 @@ class BranchSwitch(OneLayout):
         return replace(found, precomputed=(None, spatial.groups()))
 
     def spatial(self, local: Local, x: Tensor, rows: Rows, *precomputed: Any) -> Tensor:
-        # Outside of a segment nothing is known prepared.
+        # Outside of a segment nothing is prepared.
         prepared: PreparedBranch = self._prepared or self._prepare_exchanges(rows, x.device)
         spatial = prepared.rows
         received = self._exchange(x.flatten(0, 1), prepared.there)

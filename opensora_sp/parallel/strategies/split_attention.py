@@ -72,7 +72,7 @@ class SplitAttention(OneLayout):
         block: str,
     ) -> Any:
         """Attend with entries (token, head) in a block's layout; q, k, v are ``[R, L, H, D]``."""
-        # Outside of a segment nothing is known prepared.
+        # Outside of a segment nothing is prepared.
         prepared: PreparedHeads | None = (self._prepared or self.prepare(rows, q.device))[block]
         if prepared is None:
             return local(q, k, v, rows, *precomputed)
