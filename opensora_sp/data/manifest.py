@@ -242,8 +242,9 @@ def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
         with open_regular(path, "r", newline="", encoding="utf-8-sig") as file:
             lines = _lines(path, file)
             if path.suffix == ".csv":
-                reader = csv.DictReader(lines, restkey="cells without a column")
-                return _by_column(reader, _checked_names(path, reader.fieldnames or []), wanted)
+                reader = csv.DictReader(lines)
+                names = _checked_names(path, reader.fieldnames or [])
+                return _by_column(_within_columns(path, reader), names, wanted)
             rows = (_parsed(path, line) for line in lines if line.strip())
             return _by_column(rows, [], wanted)
     except (UnicodeDecodeError, csv.Error) as error:
@@ -270,6 +271,19 @@ def _checked_names(path: Path, names: Sequence[str]) -> Sequence[str]:
             f"{MAX_COLUMNS:,}; check that it is a manifest, or remove the others"
         )
     return names
+
+
+def _within_columns(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, Any]]:
+    """Rows without cells beyond the header's, which would be parts of a caption cut at a comma."""
+    for row in reader:
+        beyond: Any = row.pop(None, ())
+        if any(cell.strip() for cell in beyond):
+            raise ValueError(
+                f"got line {reader.line_num} of {str(path)!r} with {len(row) + len(beyond)} cells, "
+                f"the last {beyond[-1][:80]!r}; expected the {len(row)} of the header; put captions "
+                "with commas in double quotes"
+            )
+        yield row
 
 
 def _by_column(

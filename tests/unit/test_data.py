@@ -98,6 +98,11 @@ def test_a_dataset_reads_a_users_csv(tmp_path: Path) -> None:
             r"with the columns \['file', 'text'\]; expected path and text; add path",
         ),
         ("", "expected path and text"),
+        # An empty cell at the end is none: spreadsheets write such.
+        (
+            "path,text\na.mp4,a fox,\nb.mp4,a fox, running\n",
+            r"got line 3 of '.*' with 3 cells, the last ' running'; expected the 2 of the header",
+        ),
     ],
 )
 def test_manifests_that_cannot_be_used_are_refused(
