@@ -149,7 +149,7 @@ def stopped_late(config: Path, root: Path) -> str:
 def stopped_in_the_last_step(config: Path, root: Path) -> str:
     """That step has no finite loss."""
     with_losses(lambda step, x: x * float("nan") if step == 1 else x)
-    return stopped(config, root, 143, "max_steps=2", "keep_last=1")
+    return stopped(config, root, 143, "max_steps=2", "keep_last=1", "batch_order=mixed")
 
 
 def diverging(config: Path, root: Path) -> str:
@@ -308,6 +308,7 @@ def test_a_run_that_is_asked_to_stop_in_its_last_step_has_finished(outcomes: Out
     run_dir = outcomes.root / "code 143 max_steps=2"
     log = (run_dir / "train.log").read_text()
     assert "finished: 2 of 2 steps" in log and "stopped after step" not in log
+    assert log.count("batch_order='mixed' has no effect") == 1
     assert (run_dir / "summary.json").exists()
     assert [path.name[-1] for path in committed_checkpoints(run_dir)] == ["1", "2"]
 
