@@ -97,7 +97,7 @@ class Common(Strict):
 
     kernels: Kernels = "auto"
     """'auto' runs the Triton kernels that passed verification on this device, 'triton' requires
-    that all do, 'torch' runs none."""
+    that all do, on CUDA and not in fp64, 'torch' runs none."""
 
     vae: Annotated[dict[str, Any], AfterValidator(_checked_vae)]
     """dict(type=..., ...): video autoencoder, and its options."""

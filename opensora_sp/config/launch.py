@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from opensora_sp.dtypes import DTYPES
 from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
 from opensora_sp.rank_groups import check_degrees_in
@@ -27,7 +28,11 @@ def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
         lambda: cost_model_of(cfg.cost_model),
         lambda: _check_precision(cfg.precision),
         lambda: _check_optimizer(cfg),
-        lambda: check_kernels(cfg.kernels, "cuda" if torch.cuda.is_available() else "cpu"),
+        lambda: check_kernels(
+            cfg.kernels,
+            "cuda" if torch.cuda.is_available() else "cpu",
+            DTYPES[cfg.precision],
+        ),
     )
 
 

@@ -280,8 +280,8 @@ def _within_columns(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[st
         if any(cell.strip() for cell in beyond):
             raise ValueError(
                 f"got line {reader.line_num} of {str(path)!r} with {len(row) + len(beyond)} cells, "
-                f"the last {beyond[-1][:80]!r}; expected the {len(row)} of the header; put captions "
-                "with commas in double quotes"
+                f"the last {beyond[-1][:80]!r}; expected the {len(row)} of the header; put "
+                "captions with commas in double quotes"
             )
         yield row
 

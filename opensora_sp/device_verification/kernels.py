@@ -45,10 +45,7 @@ def choose_kernels(
         ValueError: on every rank, with "triton", if there is no CUDA device, if the dtype is
             float64, or if Triton is missing or a kernel differs from its reference on any rank.
     """
-    check_kernels(kernels, device.type)
-    if kernels == TRITON and device.type == "cuda":
-        _require_dtype(dtype)
-
+    check_kernels(kernels, device.type, dtype)
     names = kernel_names()
     if reason := _reason_to_verify_none(kernels, dtype, device):
         set_kernels(kernels)
@@ -76,14 +73,6 @@ def choose_kernels(
     if set(verdicts.values()) == {NO_TRITON}:
         return _logged(used, NO_TRITON)
     return _logged(used, f"verified in {time.perf_counter() - start:.1f} s")
-
-
-def _require_dtype(dtype: torch.dtype) -> None:
-    if dtype == torch.float64:
-        raise ValueError(
-            "got kernels='triton' for tokens in float64; expected float32, bfloat16 or float16, "
-            "since Triton kernels compute in float32; set kernels='auto' or 'torch'"
-        )
 
 
 def _reason_to_verify_none(kernels: str, dtype: torch.dtype, device: torch.device) -> str:

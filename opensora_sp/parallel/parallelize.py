@@ -11,6 +11,7 @@ the ranks' losses. On a mesh of nested groups it holds for the sum of the losses
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from .protocols import Grid, LatentRows, Rows
 from .shard_plan import ShardPlan, find_modules, plan_of
 from .strategies import SplitAttention, Strategy, SwitchRows, strategy_for, with_chunks
 from .typed import Args, Kwargs, Local
+
+logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -259,6 +262,11 @@ def parallelize(
     setattr(model, ATTRIBUTE, SequenceParallel(model, mesh, plan_of(model), options))
     if options.verify and mesh.shares_batches:
         verify_first_step(model)
+    elif options.verify:
+        logger.info(
+            "verify=True has no effect: no ranks share a batch; opensora-sp verify CONFIG --ranks "
+            "2 compares a small step"
+        )
     return model
 
 

@@ -29,6 +29,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import warn_of_other_base
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
+from opensora_sp.config.unused import unused_settings
 from opensora_sp.console import LOGGER, RANK_LOCAL
 from opensora_sp.data.atomic import check_writable
 from opensora_sp.device_verification import choose_compiled, choose_kernels
@@ -263,7 +264,8 @@ def _sample_all(
         cost_model=cost_model,
         ranks_of_hosts=find_ranks_of_hosts(),
     )
-    logger.info(groups.why)
+    for line in [groups.why, *unused_settings(cfg, groups.sp_size)]:
+        logger.info("%s", line)
     mesh = SequenceMesh(groups.sp_size)
     batches = groups.batches[mesh.dp_rank]
     placed = None

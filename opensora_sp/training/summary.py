@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.config.schedule import describe_schedule
+from opensora_sp.config.unused import unused_settings
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -49,7 +50,8 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
         message = "LoRA of rank %d in %d layers: %.1f M trained parameters, on the weights of %s"
         logger.info(message, lora.rank, len(lora.layers), trained / 1e6, lora.base.name)
 
-    for line in [*describe_schedule(cfg), *describe_exchanges(trainer)]:
+    unused = unused_settings(cfg, max(group_sizes(mesh.family)))
+    for line in [*describe_schedule(cfg), *describe_exchanges(trainer), *unused]:
         logger.info("%s", line)
 
     if not cfg.schedules_groups and plan.micro_batches_per_step % mesh.dp_size:

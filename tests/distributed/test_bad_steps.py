@@ -146,6 +146,12 @@ def stopped_late(config: Path, root: Path) -> str:
     return stopped(config, root, 0, *READ_LATE)
 
 
+def stopped_in_the_last_step(config: Path, root: Path) -> str:
+    """That step has no finite loss."""
+    with_losses(lambda step, x: x * float("nan") if step == 1 else x)
+    return stopped(config, root, 143, "max_steps=2", "keep_last=1", "batch_order=mixed")
+
+
 def diverging(config: Path, root: Path) -> str:
     """Rank 1 flips one bit of one parameter after step 3; the check follows every second step."""
     from opensora_sp.plugin import SequenceZeroOptimizer
@@ -185,7 +191,7 @@ CASES: dict[str, tuple] = {
     "stopped": (stopped, 0),
     "stopped with a code": (stopped, 143),
     "stopped late": (stopped_late,),
-    "stopped in the last step": (stopped, 143, "max_steps=2"),
+    "stopped in the last step": (stopped_in_the_last_step,),
     "diverging": (diverging,),
 }
 
@@ -294,12 +300,17 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_reported_on_all_r
 
 
 def test_a_run_that_is_asked_to_stop_in_its_last_step_has_finished(outcomes: Outcomes) -> None:
-    """With status 0: a scheduler that reads another one would start it again."""
+    """With status 0: a scheduler that reads another one would start it again.
+
+    That step is skipped. So the checkpoint before it, which may be the last good one, is kept.
+    """
     assert outcomes.of("stopped in the last step") == ["finished", "finished"]
     run_dir = outcomes.root / "code 143 max_steps=2"
     log = (run_dir / "train.log").read_text()
     assert "finished: 2 of 2 steps" in log and "stopped after step" not in log
+    assert log.count("batch_order='mixed' has no effect") == 1
     assert (run_dir / "summary.json").exists()
+    assert [path.name[-1] for path in committed_checkpoints(run_dir)] == ["1", "2"]
 
 
 @pytest.mark.parametrize(

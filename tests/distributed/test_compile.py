@@ -17,8 +17,10 @@ from window_cases import WindowCase
 
 from opensora_sp.models import build_model, compile_blocks, packed_operator
 from opensora_sp.models.attention import attention
+from opensora_sp.models.hook_points import Switch
 from opensora_sp.models.packed_operator import packed_attention
 from opensora_sp.models.packing import Packing
+from opensora_sp.models.token_layout import Rows
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.cost_model import CostModel
 
@@ -102,6 +104,27 @@ def test_encoded_texts_of_other_lengths_share_their_graphs() -> None:
                 model(x, t, model.encode_text(y)), plain, rtol=1e-9, atol=1e-9
             )
             assert counter.frame_count == GRAPHS
+
+
+def test_tokens_that_a_switch_leaves_where_they_lie_share_the_graphs_of_the_first_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A single clip: kernels read tokens that a switch has transposed; the first ones are not."""
+
+    def uncopied(switch: Switch, x: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, Rows]:
+        # Kernels write a block's output without gaps.
+        return rows.transpose(x.contiguous(), copy=False)
+
+    monkeypatch.setattr(Switch, "local", uncopied)
+    model, counter = small("STDiT2"), CompileCounterWithBackend("eager")
+    x, y = torch.randn(1, 4, 3, 4, 4).double(), torch.randn(1, 1, 6, 8).double()
+    numbers = {number: torch.tensor([8.0]) for number in model.sample_inputs}
+    with torch.no_grad():
+        wanted = model(x, torch.tensor([10.0]), y, **numbers)
+        compile_blocks(model, backend=counter)
+        found = model(x, torch.tensor([10.0]), y, **numbers)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    assert counter.frame_count == GRAPHS
 
 
 # Windows, positions of frame, line and column.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -286,14 +287,43 @@ def is_the_other_way_to_accumulate(stage: int) -> None:
 def pieces_do_not_matter() -> None:
     from opensora_sp.plugin.local_gradients import LocalGradients
 
-    found = []
+    found, world = [], dist.get_world_size()
     for max_elements in (1, 7, 10**6):
         parameters = list(Numbers())
         local = LocalGradients(parameters)
         for number, parameter in enumerate(parameters):
             local.add(parameter, parameter.detach() * (1 + number + dist.get_rank()))
-        found.append(torch.cat(local.reduce(max_elements)))
+
+        with sent_pieces() as pieces:
+            found.append(torch.cat(local.reduce(max_elements)))
+        width = local.sums.shape[1]
+        assert sum(pieces) == world * width
+        # As large as they may be, but at least an element for each rank.
+        assert max(pieces) == world * min(width, max(1, max_elements // world))
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
+
+
+@contextmanager
+def sent_pieces() -> Iterator[list[int]]:
+    """The elements of each reduce-scatter in this context."""
+    sizes: list[int] = []
+    reduce_scatter = dist.reduce_scatter_tensor
+
+    def counted(received: Tensor, sent: Tensor) -> None:
+        sizes.append(sent.numel())
+        reduce_scatter(received, sent)
+
+    with mock.patch.object(dist, "reduce_scatter_tensor", counted):
+        yield sizes
+
+
+def a_step_reduces_pieces_of_eight_buckets() -> None:
+    module, _, _, optimizer = numbers(2, "fp32")
+    optimizer._reduce_bucket_size = 1
+    optimizer.backward(module.loss(1.0))
+    with sent_pieces() as pieces:
+        optimizer.step()
+    assert len(pieces) > 1 and max(pieces) == 8 * optimizer._reduce_bucket_size
 
 
 def resumes_exactly(folder: Path, stage: int) -> None:
@@ -338,6 +368,7 @@ def behaviour(folder: Path) -> None:
         is_the_other_way_to_accumulate(stage)
         resumes_exactly(folder, stage)
     pieces_do_not_matter()
+    a_step_reduces_pieces_of_eight_buckets()
     refusals()
 
 

@@ -30,6 +30,7 @@ from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import buckets_of, plan
 from opensora_sp.planner.checkpointing import budget_of, memory_for
+from opensora_sp.planner.cuda_memory import WORKSPACES
 from opensora_sp.planner.fit import fit
 from opensora_sp.planner.memory import GradientBucket, LocalGradients, ModelSizes, Zero
 from opensora_sp.planner.run_estimator import RunEstimator
@@ -595,6 +596,15 @@ def test_gradients_of_a_backward_pass_by_hand() -> None:
     local.add(7)
     local.add(5)
     assert [local.take_peak(), local.take_peak()] == [4 * 32 + 2 * 7, 4 * 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_workspace_of_an_exchange_by_hand(dtype: torch.dtype) -> None:
+    """8 tokens of 300 numbers are sent, 11 received, in the allocator's blocks of 512 bytes."""
+    tokens = torch.empty(8, 3, 100, dtype=dtype, device="meta")
+    rule = WORKSPACES[torch.ops.opensora_sp.exchange.default]
+    found = rule((tokens, None, None, [3, 5], [4, 7]), None)
+    assert found == {2: 13 * 512, 4: 26 * 512}[dtype.itemsize]
 
 
 FRAMES = ["cond_type=i2v_head", "model.use_cond=True", "batch_size=1"]

@@ -266,6 +266,10 @@ def booster_folders(folder: Path) -> None:
     booster, bare = Booster(plugin=plugin), drawn("STDiT3", **SMALL)
     optimizer = torch.optim.SGD([p for p in bare.parameters() if p.requires_grad], lr=0.1)
     fixed = fixed_tensors(bare)
+    # Of what is trained there are master weights, and no second copies.
+    assert fixed and not any(
+        p.requires_grad for name, p in bare.named_parameters() if name in fixed
+    )
     boosted, optimizer, *_ = booster.boost(bare, optimizer)
     for shard in (True, False):
         for safe in (True, False):

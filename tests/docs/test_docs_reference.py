@@ -5,6 +5,7 @@ The README says the same in both languages.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from dataclasses import fields
@@ -195,6 +196,20 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         target = (page.parent / link).resolve()
         is_made = target.is_relative_to(DOCS) and target.relative_to(DOCS).as_posix() in made
         assert target.exists() or is_made, link
+
+
+def test_the_table_of_lora_configs_is_that_of_their_headers() -> None:
+    """Which are checked against the planner (``scripts/config_headers.py``)."""
+    page = (DOCS / "lora.md").read_text()
+    row = r"^\| `(configs/\S+)` \| (\d+ frames of \d+p), .* \| (\d+ GB) \| (\d+\.\d GB) \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    configs = sorted((ROOT / "configs").rglob("lora_*.py"))
+    assert sorted(ROOT / path for path, *_ in rows) == configs
+
+    for path, clips, gpu, peak in rows:
+        header = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+        assert f"on one GPU of {gpu}: {clips}." in header
+        assert re.findall(r"1 GPU of (\d+ GB): (\d+\.\d GB)", header) == [(gpu, peak)]
 
 
 def test_benchmarks_are_the_figures_of_the_pages_they_come_from() -> None:

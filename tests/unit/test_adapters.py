@@ -30,6 +30,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.lora import ADAPTER, add_lora, base_names, lora_layers
 from opensora_sp.planner.flops import FROZEN_STEP, STEP, ModelFlops
 from opensora_sp.planner.memory import FP32, ModelSizes, Persistent, Zero, training_peak
+from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.trace import Activations, small_meta_model
 
 SIZE = (3, 4, 4)
@@ -367,6 +368,9 @@ CONFIG = dict(
 def test_adapters_need_a_base_and_freeze_it() -> None:
     cfg = TrainConfig(**CONFIG, lora=dict(rank=4), load="weights")
     assert cfg.lora == Lora(rank=4, alpha=16.0, targets=("*blocks.*",))
+    # Checkpoints hold adapters alone, so a run keeps no fp32 copies of what is frozen.
+    run = RunEstimator(cfg, 1, None, "cpu", None)
+    assert run.persistent.weights == run.dtype.itemsize * run.sizes.total
     with pytest.raises(ValueError, match="got lora without load.*set load='PATH'"):
         TrainConfig(**CONFIG, lora=dict(rank=4))
     with pytest.raises(ValueError, match="with lora, which freezes all weights.*lora.targets"):

@@ -91,10 +91,12 @@ def helper(): pass
         and cfg.model["num_heads"] == 3
     )
 
-    gone = load_train_config(
-        write(base, "_base_ = 'base.py'\noptimizer = dict(_delete_=True)\n", "gone.py")
-    )
-    assert gone.optimizer.lr == 1e-4  # the default again
+    write(base, "_base_ = 'base.py'\nvalidation = dict(every=2, prompts=['a'])\n", "more.py")
+    deleted = [f"{name} = dict(_delete_=True)" for name in ("optimizer", "validation")]
+    gone = write(base, "\n".join(["_base_ = 'more.py'", *deleted]), "gone.py")
+    for cfg in (load_train_config(gone), load_train_config(base / "more.py", deleted)):
+        # The defaults again.
+        assert cfg.optimizer.lr == 1e-4 and cfg.validation is None
 
 
 def test_imports_work_wherever_the_environment_lies(

@@ -102,6 +102,15 @@ def test_more_ranks_help_large_batches_and_not_small_ones():
     assert seconds(LONG, 4, slow) > seconds(LONG, 4)
 
 
+def test_the_busiest_rank_counts():
+    """Of 5 frames on 4 ranks one holds two, as each does of 8: in blocks that never leave them."""
+    spatial = dataclasses.replace(XL2, skip_temporal=True)
+    five, eight, four = (
+        seconds((1, 4, frames, 64, 64), 4, config=spatial, recomputed=1.0) for frames in (5, 8, 4)
+    )
+    assert five == pytest.approx(eight) and five > 1.2 * four
+
+
 def test_groups_that_span_nodes_take_longer():
     assert seconds(LONG, 8, spans_nodes=True) > seconds(LONG, 8)
     assert seconds(SHORT, 4, spans_nodes=True) == seconds(SHORT, 4)

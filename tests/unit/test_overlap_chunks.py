@@ -117,6 +117,14 @@ def test_few_frames_of_a_model_of_images_are_not_switched():
         assert few_frames_costs(shape, options, 8).whole == pytest.approx(computed + sent)
 
 
+def test_what_the_busiest_rank_computes_and_sends_by_heads():
+    """9 patches of a frame on 4 ranks: one of them holds three, and each has 4 of 16 heads."""
+    options, shape = Options(cost_model=H100), BatchShape.of(XL2, 1, (1, 6, 6))
+    computed = block_flops(3, 1152) / H100.flops + H100.attention(4, 9, 9, 72)
+    sent = options.link.seconds(4 * 3 / 4 * 1152 * 2 * 3, exchanges=2)
+    assert few_frames_costs(shape, options, 4).heads == pytest.approx(computed + sent)
+
+
 def test_groups_that_span_nodes(monkeypatch):
     assert not spans_nodes(16, 8, 8) and spans_nodes(16, 8, 4) and spans_nodes(12, 3, 4)
     assert not SequenceMesh(1).spans_nodes

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from itertools import chain
@@ -94,6 +95,35 @@ ALERTS = [
     ("failed", "ERROR", "OverflowError: of step 4"),
     ("finished", "INFO", "4 of 4 steps, last loss 0.5000"),
 ]
+
+
+class SlowTracker:
+    """Sends an alert when it ``may_end``."""
+
+    def __init__(self) -> None:
+        self.may_end, self.alerts = threading.Event(), []
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        self.may_end.wait(20)
+        self.alerts.append(title)
+
+
+@pytest.mark.parametrize("limit", [0.01, 60.0])
+def test_an_alert_of_a_failure_is_waited_for_up_to_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    """A tracker whose server hangs does not keep the error from the other ranks."""
+    monkeypatch.setattr(metrics, "ALERT_TIMEOUT", limit)
+    reporter, tracker = reporter_of(tmp_path, tensorboard=False), SlowTracker()
+    reporter._trackers["slow"] = tracker
+    if limit > 1:
+        threading.Timer(0.2, tracker.may_end.set).start()
+
+    with pytest.raises(OverflowError), reporter.reporting_failure():
+        raise OverflowError("of step 4")
+    assert tracker.alerts == (["failed"] if limit > 1 else [])
+    tracker.may_end.set()
+    reporter.close()
 
 
 def test_tensorboard_shows_hyperparameters_metrics_videos_and_alerts(

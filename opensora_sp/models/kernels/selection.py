@@ -30,7 +30,8 @@ def set_kernels(kernels: Kernels) -> None:
     Args:
         kernels: "auto" takes Triton kernels on CUDA that were verified on this device
             (``opensora_sp.device_verification``), "triton" takes them without verification,
-            "torch" takes none.
+            "torch" takes none. Tensors in float64, which no Triton kernel computes, always take
+            plain torch; ``check_kernels`` refuses "triton" for them.
 
     Raises:
         ValueError: for another name.
@@ -44,9 +45,20 @@ def set_kernels(kernels: Kernels) -> None:
     _setting = kernels
 
 
-def check_kernels(kernels: str, device_type: str) -> None:
-    """Raise ValueError where ``kernels="triton"`` is asked for without a device that runs them."""
-    if kernels == "triton" and device_type != "cuda" and not INTERPRETED:
+def check_kernels(kernels: str, device_type: str, dtype: torch.dtype) -> None:
+    """Raise ValueError where ``kernels="triton"`` is asked for, and no Triton kernel would run.
+
+    Args:
+        dtype: of the tokens.
+    """
+    if kernels != "triton":
+        return
+    if device_type == "cuda" and dtype == torch.float64:
+        raise ValueError(
+            "got kernels='triton' for tokens in float64; expected float32, bfloat16 or float16, "
+            "since Triton kernels compute in float32; set kernels='auto' or 'torch'"
+        )
+    if device_type != "cuda" and not INTERPRETED:
         raise ValueError(
             f"got kernels 'triton' on a device of type {device_type!r}; expected a CUDA device, "
             "for which Triton compiles; set kernels='auto' or 'torch'"
