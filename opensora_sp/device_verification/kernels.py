@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from opensora_sp.compile_cache import use_triton_cache
 from opensora_sp.models import kernels as kernels_package
 from opensora_sp.models.kernels import Kernels, check_kernels, selection, set_kernels
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
@@ -54,6 +55,7 @@ def choose_kernels(
         return _logged(dict.fromkeys(names, TRITON if is_interpreted else TORCH), reason)
 
     start = time.perf_counter()
+    use_triton_cache()
     verdicts = verify_kernels(names, Sizes.of(model.config), dtype, device)
     if kernels == TRITON:
         _require(verdicts)

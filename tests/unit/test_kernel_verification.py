@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import sys
 from importlib import import_module
@@ -13,6 +14,7 @@ import torch
 from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
+from opensora_sp import compile_cache
 from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
 from opensora_sp.models import kernels as kernels_package
 from opensora_sp.models.kernels import selection, using_kernels, verification
@@ -243,6 +245,7 @@ def test_every_kernel_has_examples_with_gradients():
 def device(monkeypatch, tmp_path):
     """A "device" on the CPU, with one planted kernel, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(kernels, "kernel_names", lambda: ["planted"])
     monkeypatch.setattr(selection, "_verified", {})
     monkeypatch.setattr(kernels, "device_facts", lambda device: {"device": "a CPU"})
@@ -395,6 +398,20 @@ def test_a_damaged_cache_is_verified_and_written_again(device, tmp_path, damage)
 
     assert choose() == {"planted": "triton"}
     assert len(device) == 2 and file.read_bytes() == whole
+
+
+def test_what_triton_compiles_is_kept_by_versions(device, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    kept = []
+
+    def verify(*args):
+        kept.append(os.environ["TRITON_CACHE_DIR"])
+        return []
+
+    monkeypatch.setattr(kernels, "verify_kernel", verify)
+    choose()
+    assert kept == [str(compile_cache.default_folder() / "triton")]
+    assert Path(*kept).is_relative_to(tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(device, tmp_path, monkeypatch):
