@@ -422,6 +422,15 @@ def test_a_cache_that_cannot_be_written_is_no_error(device, tmp_path, monkeypatc
     assert len(device) == 2
 
 
+def test_a_full_device_is_not_a_broken_one(monkeypatch):
+    def full(*args, **options):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    verdict = verdicts._verdict("gelu", full, CUDA)
+    assert verdict == "it could not be compared: OutOfMemoryError: CUDA out of memory"
+
+
 def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -490,6 +499,21 @@ def test_the_doctor_skips_kernels_without_triton(monkeypatch):
     setup = SimpleNamespace(device=CUDA)
     (finding,) = doctor_kernels.check_kernel("gelu", setup)
     assert finding.verdict == "skip" and finding.note == "Triton is not installed"
+
+
+def test_the_doctor_compiles_kernels_where_runs_do(device, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    kept = []
+
+    def verify(*args):
+        kept.append(os.environ["TRITON_CACHE_DIR"])
+        return [verification.Difference("output 0", 1e-7, 1e-5)]
+
+    monkeypatch.setattr(doctor_kernels, "obstacle", lambda device: None)
+    monkeypatch.setattr(doctor_kernels, "verify_kernel", verify)
+    setup = SimpleNamespace(device=CUDA)
+    assert {one.verdict for one in doctor_kernels.check_kernel("gelu", setup)} == {"ok"}
+    assert set(kept) == {str(compile_cache.default_folder() / "triton")}
 
 
 def second_derivatives():

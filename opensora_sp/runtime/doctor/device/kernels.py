@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from opensora_sp.compile_cache import use_triton_cache
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.verification import obstacle, verify_kernel
 
@@ -25,6 +26,7 @@ def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
         yield Finding.skip(f"kernel {name}", reason)
         return
 
+    use_triton_cache()
     for dtype in DTYPES:
         found = {one.result: one for one in verify_kernel(name, SIZES, dtype, setup.device)}
         ratios = {result: one.error / one.bound for result, one in found.items()}
