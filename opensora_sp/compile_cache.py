@@ -7,9 +7,11 @@ for another.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import platform
+import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -34,8 +36,7 @@ def use_compile_cache() -> Path | None:
         return None
 
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_own(folder)
+        _make_own(folder)
     except OSError as error:
         logger.warning("compiled code is kept for this boot only, since %s", error)
         # Inductor would fail there, or execute what another user wrote.
@@ -48,8 +49,31 @@ def use_compile_cache() -> Path | None:
     return folder
 
 
-def _check_own(folder: Path) -> None:
-    """Raise OSError if a folder is another user's, or no file can be written to it."""
+def use_triton_cache() -> None:
+    """Set the folder of Triton's kernels, before any is compiled; one that the environment sets
+    stays.
+
+    Triton's own folder is one for all versions of Python, though it holds modules of one, and in
+    the user's home folder, which may be missing or read-only: no kernel would then run.
+    """
+    if os.environ.get(TRITON) or os.environ.get("TRITON_HOME"):
+        return
+
+    try:
+        if (folder := default_folder()) is None:
+            raise FileNotFoundError("the user has no home folder")
+        _make_own(folder)
+        kernels = folder / "triton"
+    except OSError as error:
+        kernels = Path(tempfile.mkdtemp(prefix="opensora_sp-triton-"))
+        atexit.register(shutil.rmtree, kernels, ignore_errors=True)
+        logger.info("Triton's kernels are kept for this process only: %s", error)
+    os.environ[TRITON] = str(kernels)
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder; raise OSError if it is another user's, or no file can be written to it."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     with tempfile.TemporaryFile(dir=folder):

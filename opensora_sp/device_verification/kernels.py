@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
+from opensora_sp.compile_cache import use_triton_cache
 from opensora_sp.models import kernels as kernels_package
 from opensora_sp.models.kernels import Kernels, check_kernels, selection, set_kernels
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
-from opensora_sp.models.kernels.verification import verify_kernel
-from opensora_sp.runtime.versions import ABSENT, installed
+from opensora_sp.models.kernels.verification import OBSTACLES, obstacle, verify_kernel
 
 from .verdicts import OK, Verdicts, device_facts, verdicts_of
 
 logger = logging.getLogger(__name__)
 
 TRITON, TORCH = "triton", "torch"
-NO_TRITON = "Triton is not installed"
 
 
 def choose_kernels(
@@ -53,14 +52,15 @@ def choose_kernels(
         return _logged(dict.fromkeys(names, TRITON if is_interpreted else TORCH), reason)
 
     start = time.perf_counter()
+    use_triton_cache()
     verdicts = verify_kernels(names, Sizes.of(model.config), dtype, device)
     if kernels == TRITON:
         _require(verdicts)
     set_kernels(kernels)
     for name, verdict in verdicts.items():
         selection.set_verified(name, [dtype] if verdict == OK else [])
-        # A machine without Triton is no fault; one among others is.
-        if verdict not in (OK, NO_TRITON):
+        # A machine that cannot run them is no fault; one among others is.
+        if verdict not in (OK, *OBSTACLES):
             logger.warning(
                 "kernel %s is replaced by plain torch (%s): results stay right, steps take "
                 "longer; report it with the output of opensora-sp doctor --device cuda, or set "
@@ -70,8 +70,9 @@ def choose_kernels(
             )
 
     used = {name: TRITON if verdict == OK else TORCH for name, verdict in verdicts.items()}
-    if set(verdicts.values()) == {NO_TRITON}:
-        return _logged(used, NO_TRITON)
+    (verdict, *others) = set(verdicts.values())
+    if verdict in OBSTACLES and not others:
+        return _logged(used, verdict)
     return _logged(used, f"verified in {time.perf_counter() - start:.1f} s")
 
 
@@ -92,8 +93,8 @@ def verify_kernels(
     """The verdicts on kernels for a model's widths, the same on all ranks. Collective."""
 
     def check(name: str) -> str:
-        if installed("triton") == ABSENT:
-            return NO_TRITON
+        if reason := obstacle(device):
+            return reason
         found = verify_kernel(name, sizes, dtype, device)
         return next((str(one) for one in found if not one.ok), OK)
 

@@ -101,6 +101,8 @@ def _check_device(name: str, device: torch.device, error: Exception) -> None:
     """Raise BrokenDeviceError if the device computes nothing any more."""
     try:
         torch.zeros(1, device=device).item()
+    except torch.cuda.OutOfMemoryError:
+        pass  # a RuntimeError as well, of a device that is full
     except RuntimeError:
         raise BrokenDeviceError(
             f"got an error from {name} ({_first_line(error)}), after which the device computes "

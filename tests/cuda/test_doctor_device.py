@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,9 +208,11 @@ def test_kernels_need_a_gpu() -> None:
 
 @pytest.mark.parametrize("fault, verdict", [("none", "ok"), ("gradient", "FAIL")])
 def test_kernels_are_compared_with_their_references(
-    fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plant(fault)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_checks, "obstacle", lambda device: None)
     real = kernel_checks.verify_kernel
     monkeypatch.setattr(kernel_checks, "verify_kernel", lambda *args: real(*args[:3], CPU.device))
     setup = Setup(torch.device("cuda"), num_ranks=1)

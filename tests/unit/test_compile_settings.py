@@ -87,6 +87,37 @@ def test_a_folder_that_cannot_be_made_is_not_used(
     assert "compiled code is kept for this boot only" in caplog.text
 
 
+def test_kernels_are_kept_beside_compiled_code(cache: Path) -> None:
+    compile_cache.use_triton_cache()
+    kept = os.environ[compile_cache.TRITON]
+    compile_cache.use_compile_cache()
+    assert kept == os.environ[compile_cache.TRITON]
+    # Triton would load modules for another version of Python.
+    assert Path(kept) == compile_cache.default_folder() / "triton"
+
+
+@pytest.mark.parametrize("name", [compile_cache.TRITON, "TRITON_HOME"])
+def test_a_folder_for_kernels_that_is_set_stays(
+    cache: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, str(cache / "own"))
+    compile_cache.use_triton_cache()
+    assert os.environ.get(compile_cache.TRITON, os.environ[name]) == str(cache / "own")
+
+
+def test_kernels_run_without_a_folder_that_can_be_written_to(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that is started with another user's number."""
+    (cache / "opensora_sp").write_text("a file")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with caplog.at_level(logging.INFO):
+        compile_cache.use_triton_cache()
+    assert "Triton's kernels are kept for this process only" in caplog.text
+    folder = Path(os.environ[compile_cache.TRITON])
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
+
+
 def test_a_folder_that_cannot_be_written_to_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import sys
 from importlib import import_module
@@ -13,13 +14,21 @@ import torch
 from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
+from opensora_sp import compile_cache
 from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
 from opensora_sp.models import kernels as kernels_package
-from opensora_sp.models.kernels import selection, using_kernels
-from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
-from opensora_sp.models.kernels.verification import results, verify_kernel
+from opensora_sp.models.kernels import selection, using_kernels, verification
+from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names
+from opensora_sp.models.kernels.reference.gelu import linear_gelu
+from opensora_sp.models.kernels.verification import (
+    NO_TRITON,
+    OBSTACLES,
+    OLD_GPU,
+    obstacle,
+    results,
+    verify_kernel,
+)
 from opensora_sp.runtime.doctor.device import kernels as doctor_kernels
-from opensora_sp.runtime.versions import ABSENT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
@@ -65,6 +74,93 @@ def test_errors_below_the_rounding_of_16_bits_are_found_in_float32(monkeypatch, 
     wrong = [one for one in verify_kernel("planted", SIZES, dtype, CPU) if not one.ok]
     in_float32 = dtype != torch.float32
     assert wrong and all(one.result.endswith(" in float32") == in_float32 for one in wrong)
+
+
+class Sequential(torch.autograd.Function):
+    """A linear layer that adds its products one after the other, as on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias=None):
+        ctx.save_for_backward(x, weight)
+        y = add_in_order(x[0], weight.t())[None]
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = add_in_order(grad[0], weight), add_in_order(grad[0].t(), x[0])
+        return of_x[None], of_weight, grad[0].sum(0)
+
+
+def add_in_order(a, b):
+    """``a @ b`` by fused multiply-adds in fp32."""
+    total = torch.zeros(len(a), b.shape[1])
+    for column, row in zip(a.double().t(), b.double(), strict=True):
+        total = total.double().addr_(column, row).float()
+    return total
+
+
+def example_of_a_wide_layer(name, sizes):
+    x, weight = verification.normal(1, 39, 16), verification.normal(20_000, 16, seed=1) / 4
+    arguments = dict(x=x, weight=weight, bias=verification.normal(20_000, seed=2))
+    yield Example("linear_gelu", arguments, gradients=("x", "bias"))
+
+
+@pytest.mark.parametrize("by, passes", [("kernel", False), ("device", True)])
+def test_products_may_be_as_inexact_as_those_of_the_device(by, passes, monkeypatch):
+    """A kernel's function calls torch's products, whose order of additions a device chooses."""
+    monkeypatch.setattr(verification, "examples_of", example_of_a_wide_layer)
+    device, computed = torch.device("cpu", 0), verification.results
+    monkeypatch.setattr(verification, "_function", lambda folder, *_: (folder, linear_gelu))
+
+    def on_device(labelled, example, dtype, place, **options):
+        folder, function = labelled
+        with monkeypatch.context() as patched:
+            if place is device and (by == "device" or folder == "triton"):
+                patched.setattr(torch.nn.functional, "linear", Sequential.apply)
+            return computed(function, example, dtype, CPU, **options)
+
+    monkeypatch.setattr(verification, "results", on_device)
+    found = verify_kernel("gelu", SIZES, torch.float32, device)
+    assert all(one.ok for one in found) == passes, [str(one) for one in found]
+
+
+def test_a_faulty_device_excuses_no_kernel():
+    exact = {"output": verification.normal(100).double()}
+    bounds = []
+    for error in (0.0, 5e-6, 1.0, float("nan")):
+        plain = {"output": exact["output"] + error}
+        (found,) = verification.differences(exact, plain, exact, exact, torch.float32)
+        bounds.append(found.bound)
+    least = verification.MIN_ERROR
+    scale = exact["output"].square().mean().sqrt().item()
+    assert bounds == pytest.approx([4 * least, 4 * 5e-6 / scale, 16 * least, 4 * least])
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_precision_of_products_stays_what_it_was(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with verification._without_tf32():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_process_may_use_the_newer_setting_of_tf32(monkeypatch):
+    """From torch 2.9 on, which then refuses to read the older one."""
+
+    def mixed():
+        raise RuntimeError("you have used mix of the legacy and new APIs")
+
+    matmul = SimpleNamespace(fp32_precision="tf32")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    with verification._without_tf32():
+        assert matmul.fp32_precision == "ieee"
+    assert matmul.fp32_precision == "tf32"
 
 
 def test_a_default_device_changes_nothing():
@@ -149,6 +245,7 @@ def test_every_kernel_has_examples_with_gradients():
 def device(monkeypatch, tmp_path):
     """A "device" on the CPU, with one planted kernel, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(kernels, "kernel_names", lambda: ["planted"])
     monkeypatch.setattr(selection, "_verified", {})
     monkeypatch.setattr(kernels, "device_facts", lambda device: {"device": "a CPU"})
@@ -159,6 +256,7 @@ def device(monkeypatch, tmp_path):
         return verify_kernel(name, sizes, dtype, CPU)
 
     monkeypatch.setattr(kernels, "verify_kernel", verify)
+    monkeypatch.setattr(kernels, "obstacle", lambda device: None)
     monkeypatch.setattr(verdicts, "_check_device", lambda *args: None)
     # After the test, other tests of this process take the kernels that they always take.
     with using_kernels("auto"):
@@ -208,25 +306,38 @@ def test_triton_requires_kernels_that_are_right(device):
         choose("triton")
 
 
-def test_without_triton_plain_torch_runs_and_no_rank_is_left_behind(device, monkeypatch, caplog):
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_where_triton_runs_nothing_no_rank_is_left_behind(device, reason, monkeypatch, caplog):
     plant()
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(kernels, "installed", lambda name: ABSENT)
+    monkeypatch.setattr(kernels, "obstacle", lambda device: reason)
     gathered = []
     monkeypatch.setattr(verdicts, "agreed", lambda own: gathered.append(own) or dict(own))
 
     assert choose() == {"planted": "torch"}
-    assert gathered[0]["planted"] == "Triton is not installed"
-    assert caplog.messages == ["kernels: plain torch (Triton is not installed)"]
+    assert gathered[0]["planted"] == reason
+    assert caplog.messages == [f"kernels: plain torch ({reason})"]
+    assert not device  # Triton's compiler was not called
+    with pytest.raises(ValueError, match=rf"\(planted: {reason}\); expected"):
+        choose("triton")
 
 
-def test_triton_that_runs_nothing_is_refused(device, monkeypatch):
+@pytest.mark.parametrize(
+    "capability, expected", [((7, 0), OLD_GPU), ((7, 5), OLD_GPU), ((8, 0), None)]
+)
+def test_nothing_is_compiled_for_gpus_that_no_test_compiles_for(capability, expected, monkeypatch):
+    monkeypatch.setattr(verification, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert obstacle(CUDA) == expected
+
+    monkeypatch.setattr(verification, "has_triton", lambda: False)
+    assert obstacle(CUDA) == NO_TRITON
+
+
+def test_triton_is_refused_for_float64(device):
     plant()
     with pytest.raises(ValueError, match="tokens in float64; expected float32, .* set kernels="):
         choose("triton", dtype=torch.float64)
-    monkeypatch.setattr(kernels, "installed", lambda name: ABSENT)
-    with pytest.raises(ValueError, match=r"\(planted: Triton is not installed\); expected"):
-        choose("triton")
     assert selection.current_kernels() == "auto"
 
 
@@ -289,12 +400,35 @@ def test_a_damaged_cache_is_verified_and_written_again(device, tmp_path, damage)
     assert len(device) == 2 and file.read_bytes() == whole
 
 
+def test_what_triton_compiles_is_kept_by_versions(device, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    kept = []
+
+    def verify(*args):
+        kept.append(os.environ["TRITON_CACHE_DIR"])
+        return []
+
+    monkeypatch.setattr(kernels, "verify_kernel", verify)
+    choose()
+    assert kept == [str(compile_cache.default_folder() / "triton")]
+    assert Path(*kept).is_relative_to(tmp_path)
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(device, tmp_path, monkeypatch):
     plant()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert choose() == choose() == {"planted": "triton"}
     assert len(device) == 2
+
+
+def test_a_full_device_is_not_a_broken_one(monkeypatch):
+    def full(*args, **options):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    verdict = verdicts._verdict("gelu", full, CUDA)
+    assert verdict == "it could not be compared: OutOfMemoryError: CUDA out of memory"
 
 
 def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
@@ -361,10 +495,25 @@ def test_a_run_that_resumes_with_other_kernels_warns(caplog):
 
 
 def test_the_doctor_skips_kernels_without_triton(monkeypatch):
-    monkeypatch.setattr(doctor_kernels, "installed", lambda name: ABSENT)
+    monkeypatch.setattr(doctor_kernels, "obstacle", lambda device: NO_TRITON)
     setup = SimpleNamespace(device=CUDA)
     (finding,) = doctor_kernels.check_kernel("gelu", setup)
     assert finding.verdict == "skip" and finding.note == "Triton is not installed"
+
+
+def test_the_doctor_compiles_kernels_where_runs_do(device, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    kept = []
+
+    def verify(*args):
+        kept.append(os.environ["TRITON_CACHE_DIR"])
+        return [verification.Difference("output 0", 1e-7, 1e-5)]
+
+    monkeypatch.setattr(doctor_kernels, "obstacle", lambda device: None)
+    monkeypatch.setattr(doctor_kernels, "verify_kernel", verify)
+    setup = SimpleNamespace(device=CUDA)
+    assert {one.verdict for one in doctor_kernels.check_kernel("gelu", setup)} == {"ok"}
+    assert set(kept) == {str(compile_cache.default_folder() / "triton")}
 
 
 def second_derivatives():

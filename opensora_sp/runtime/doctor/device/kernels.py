@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from opensora_sp.compile_cache import use_triton_cache
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
-from opensora_sp.models.kernels.verification import verify_kernel
-from opensora_sp.runtime.versions import ABSENT, installed
+from opensora_sp.models.kernels.verification import obstacle, verify_kernel
 
 from .findings import Finding, Setup, largest_of
 
@@ -22,10 +22,11 @@ def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
     if setup.device.type != "cuda":
         yield Finding.skip(f"kernel {name}", "Triton compiles for GPUs")
         return
-    if installed("triton") == ABSENT:
-        yield Finding.skip(f"kernel {name}", "Triton is not installed")
+    if reason := obstacle(setup.device):
+        yield Finding.skip(f"kernel {name}", reason)
         return
 
+    use_triton_cache()
     for dtype in DTYPES:
         found = {one.result: one for one in verify_kernel(name, SIZES, dtype, setup.device)}
         ratios = {result: one.error / one.bound for result, one in found.items()}
