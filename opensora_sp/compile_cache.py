@@ -30,8 +30,7 @@ def use_compile_cache() -> Path | None:
         The folder; None where there is none that is this user's own and can be written to, and
         torch's own temporary one is used.
     """
-    folder = Path(os.environ[INDUCTOR]) if os.environ.get(INDUCTOR) else default_folder()
-    if folder is None:
+    if (folder := _chosen_folder()) is None:
         logger.info("compiled code is kept for this boot only: the user has no home folder")
         return None
 
@@ -50,17 +49,17 @@ def use_compile_cache() -> Path | None:
 
 
 def use_triton_cache() -> None:
-    """Set the folder of Triton's kernels, before any is compiled; one that the environment sets
-    stays.
+    """Set the folder of Triton's kernels, where compiled code is kept, before any is compiled.
 
-    Triton's own folder is one for all versions of Python, though it holds modules of one, and in
-    the user's home folder, which may be missing or read-only: no kernel would then run.
+    One that the environment sets stays. Triton's own folder is one for all versions of Python,
+    though it holds modules of one, and lies in the user's home folder, which may be missing or
+    read-only: no kernel would then run.
     """
     if os.environ.get(TRITON) or os.environ.get("TRITON_HOME"):
         return
 
     try:
-        if (folder := default_folder()) is None:
+        if (folder := _chosen_folder()) is None:
             raise FileNotFoundError("the user has no home folder")
         _make_own(folder)
         kernels = folder / "triton"
@@ -69,6 +68,11 @@ def use_triton_cache() -> None:
         atexit.register(shutil.rmtree, kernels, ignore_errors=True)
         logger.info("Triton's kernels are kept for this process only: %s", error)
     os.environ[TRITON] = str(kernels)
+
+
+def _chosen_folder() -> Path | None:
+    """That of the environment, or the default; None for a user without a home folder."""
+    return Path(os.environ[INDUCTOR]) if os.environ.get(INDUCTOR) else default_folder()
 
 
 def _make_own(folder: Path) -> None:

@@ -75,6 +75,9 @@ def test_a_folder_that_is_set_stays(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(compile_cache.INDUCTOR, str(tmp_path / "own"))
+    # Kernels are compiled before blocks are.
+    compile_cache.use_triton_cache()
+    assert os.environ[compile_cache.TRITON] == str(tmp_path / "own" / "triton")
     assert compile_cache.use_compile_cache() == tmp_path / "own"
 
 

@@ -30,7 +30,8 @@ MIN_ERROR = 2.5e-6
 # part of the largest one.
 NOISE_FLOOR = 1e-3
 
-# Tests compile the kernels from here on. For 7.0 the compiler of Triton 3.1 never ends.
+# Tests compile the kernels from here on. For 7.0 the compiler of Triton 3.1 does not end (it was
+# stopped after 280 s).
 CAPABILITY = (8, 0)
 OBSTACLES = NO_TRITON, OLD_GPU = (
     "Triton is not installed",
