@@ -11,10 +11,12 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "opensora_sp/__init__.py").
 # Of features that are refused, by the name of the extra, where these are not installed.
 EXTRAS = {
     "captions": ["beautifulsoup4", "ftfy"],  # diffusers' cleaning of captions
-    "flash-attn": ["flash-attn>=2.5"],
+    "flash-attn": ["flash-attn>=2.8"],
     "fonts": ["cvttf-notosanscjk-regular==1.0"],  # Noto Sans CJK, for prompts on contact sheets
-    # Later ones need a huggingface_hub that transformers of ColossalAI's pins refuses.
-    "studio": ["gradio>=6.17,<6.18"],
+    # What the plugin and ``colossalai run`` import, beside
+    # ``pip install --no-deps colossalai==0.5.0``, whose own requirements hold torch at 2.5.1.
+    "colossalai-runtime": ["click", "contexttimer", "fabric", "packaging", "rich"],
+    "studio": ["gradio>=6.17"],
     "tensorboard": ["tensorboard"],
     "wandb": ["wandb>=0.19"],
 }
@@ -32,17 +34,16 @@ setup(
     package_data={"opensora_sp": ["configs/**/*.py", "configs/**/*.txt"]},
     python_requires=">=3.10",
     install_requires=[
-        # It brings torch<=2.5.1, and transformers and diffusers in the versions that it pins.
-        "colossalai==0.5.0",
         "av",
+        "diffusers>=0.38",
         "einops",
-        "fabric",  # ssh as colossalai run does it
         "filelock",
         "fonttools",  # which characters a font has
         "huggingface_hub",
         "matplotlib",
         "mmengine",
         "numpy",
+        "peft>=0.19",
         "pillow>=10.1",
         "psutil",
         "pyarrow",
@@ -50,7 +51,9 @@ setup(
         "safetensors",
         "sentencepiece",
         "setuptools<81",  # mmengine and TensorBoard import pkg_resources
+        "torch>=2.11",
         "tqdm",
+        "transformers>=5.0",
     ],
     entry_points={"console_scripts": ["opensora-sp = opensora_sp.cli:main"]},
     extras_require={
@@ -58,6 +61,7 @@ setup(
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27"],
         "test": [
             *EXTRAS["captions"],
+            *EXTRAS["colossalai-runtime"],
             *EXTRAS["studio"],
             *EXTRAS["tensorboard"],
             "build==1.6.1",

@@ -8,23 +8,44 @@ so that a move upstream shows up in one place.
 
 from __future__ import annotations
 
-import logging
-import os
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
-_bitsandbytes = logging.getLogger("bitsandbytes")
-_level = _bitsandbytes.level
-_bitsandbytes.setLevel(logging.ERROR)  # complains of missing CPU kernels that nobody calls
+import peft  # noqa: F401  it asks whether bitsandbytes is there, and must not find the empty one
 
-# bitsandbytes, which ColossalAI imports, mentions torch.compile, and that import starts a pool of
-# compiler processes in every rank. Without it the pool is started by whoever compiles first.
-_pool = os.environ.get("TORCH_WARM_POOL")
-os.environ.setdefault("TORCH_WARM_POOL", "0")
+# Modules that ColossalAI imports for optimizers in 8 bits and of low rank, and the names it takes
+# from them. No run has these optimizers, and bitsandbytes alone has 125 MB.
+OPTIMIZERS = {
+    "bitsandbytes": [],
+    "bitsandbytes.optim": [],
+    "bitsandbytes.optim.optimizer": ["Optimizer2State"],
+    "galore_torch": ["GaLoreAdafactor", "GaLoreAdamW"],
+}
 
-with warnings.catch_warnings():
+
+@contextmanager
+def without_optimizers() -> Iterator[None]:
+    """Let imports find empty classes in the place of ``OPTIMIZERS``, installed or not."""
+    absent = [module for module in OPTIMIZERS if module not in sys.modules]
+    for module in absent:
+        sys.modules[module] = ModuleType(module)
+        for name in OPTIMIZERS[module]:
+            setattr(sys.modules[module], name, type(name, (), {}))
+    try:
+        yield
+    finally:
+        for module in absent:
+            del sys.modules[module]
+
+
+with warnings.catch_warnings(), without_optimizers():
     warnings.filterwarnings(
         "ignore", message="Please install (the latest tensornvme|apex from source)"
     )
+    warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
     import colossalai
     from colossalai._analyzer._subclasses import _meta_registration
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
@@ -46,10 +67,6 @@ with warnings.catch_warnings():
 # layer norm fails without an affine part, and the planner traces models on meta tensors.
 if hasattr(_meta_registration.meta_lib, "_destroy"):
     _meta_registration.meta_lib._destroy()
-
-_bitsandbytes.setLevel(_level)
-if _pool is None:
-    del os.environ["TORCH_WARM_POOL"]
 
 __all__ = [
     "Booster",
