@@ -2,8 +2,9 @@
 
 A pickle can run code as it is read, and so can a TorchScript archive of the same name. The
 ``weights_only=True`` of ``torch.load`` has twice not kept its promise (CVE-2025-32434,
-CVE-2026-24747). So torch never reads such a file. The process of ``opensora_sp.unpickler`` lists where in the file each tensor is, and this one
-maps these bytes. The list is not trusted either: each entry must lie within the file.
+CVE-2026-24747). So torch never reads such a file. The process of ``opensora_sp.unpickler`` lists
+where in the file each tensor is, and this one maps these bytes. The list is not trusted either:
+each entry must lie within the file.
 """
 
 from __future__ import annotations
