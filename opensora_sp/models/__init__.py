@@ -14,9 +14,6 @@ from .stdit2 import STDiT2
 from .stdit3 import STDiT3
 from .token_layout import PatchGrid, Rows
 
-# The name of 0.x, until 1.0.
-Rowwise = Tokenwise
-
 __all__ = [
     "Attend",
     "CrossAttention",
@@ -25,7 +22,6 @@ __all__ = [
     "PatchGrid",
     "Point",
     "Rows",
-    "Rowwise",
     "STDiT",
     "STDiT2",
     "STDiT2Config",

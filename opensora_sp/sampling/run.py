@@ -45,13 +45,11 @@ from opensora_sp.parallel import (
 )
 from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime import (
-    StartLimit,
     Watchdog,
     backend_timeout,
-    connect_hosts,
-    connect_ranks,
     join_rendezvous,
     raise_on_all_ranks,
+    start_process_group,
 )
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.host_checks import use_device
@@ -174,10 +172,7 @@ def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
     store = join_rendezvous(settings)
     device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        with StartLimit.after(store):
-            connect_hosts(store)
-            dist.init_process_group(backend, timeout=backend_timeout())
-            connect_ranks(device)
+        start_process_group(store, backend, device, backend_timeout())
     del store  # the process group keeps it
     return device
 
