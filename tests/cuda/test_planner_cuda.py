@@ -70,7 +70,7 @@ CHOSEN = {
     "overlapped": Case(
         (1, 4, 12, 48, 48), 2, options=Options(overlap_chunks=3, overlap_backward=True)
     ),
-    "fp8": Case((1, 4, 12, 48, 48), 2, options=Options(placement="branch", comm_dtype="fp8")),
+    "branch": Case((1, 4, 12, 48, 48), 2, options=Options(placement="branch")),
     "STDiT": Case((1, 4, 16, 32, 48), model="STDiT-XL/2", checkpointing=False),
     "STDiT2": Case((2, 4, 16, 32, 48), model="STDiT2-XL/2"),
     "offloaded": Case((2, 4, 12, 48, 48), checkpointing="offload", depth=4),

@@ -497,9 +497,7 @@ def test_what_changes_a_video_makes_it_another_request(
     output.finish()
 
     assert outputs.differences(tmp_path, request, facts) == []
-    rounded = asked.sequence_parallel.model_copy(update={"comm_dtype": "fp8"})
     for change in (
-        {"sequence_parallel": rounded},
         {"convert": ("pred_sigma",)},
         {"condition_frame_edit": 0.5},
     ):
