@@ -51,8 +51,7 @@ class BranchSwitch(OneLayout):
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
         return (
-            "the config sets placement='branch': spatial attention's input and output switch "
-            "layout"
+            "the config sets placement='branch': spatial attention's input and output switch layout"
         )
 
     @classmethod
