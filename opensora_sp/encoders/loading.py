@@ -28,9 +28,6 @@ HUB_FILES = (
     "diffusion_pytorch_model.safetensors.index.json",
     "spiece.model",
     "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
 )
 # Of what ``open_weights`` reads, or explains why it does not.
 WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt")

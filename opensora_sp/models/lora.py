@@ -42,16 +42,19 @@ def add_lora(
     Raises:
         ValueError: if a pattern matches no linear layer, or none is chosen.
     """
-    # Imports peft, which takes seconds.
+    # Takes seconds.
+    from peft import LoraConfig
+
     from .adapted_linear import AdaptedLinear
 
+    config = LoraConfig()
     names = target_layers(model, targets)
     model.requires_grad_(False)
     for name in names:
         parent, _, child = name.rpartition(".")
         layer = model.get_submodule(name)
         # Annotated as int, and only divided.
-        adapted = AdaptedLinear(layer, ADAPTER, r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
+        adapted = AdaptedLinear(layer, ADAPTER, config, r=rank, lora_alpha=alpha)  # type: ignore
         # On the meta device, peft leaves its own weights in float32.
         setattr(model.get_submodule(parent), child, adapted.to(layer.weight.dtype))
 
