@@ -115,6 +115,10 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuModuleLoad(CUmodule *module, const char *file) {
+    return cuModuleLoadData(module, file);
+}
+
 CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned num_options,
                             CUjit_option *options, void **values) {
     return cuModuleLoadData(module, image);
