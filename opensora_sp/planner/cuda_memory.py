@@ -10,7 +10,7 @@ This is the one place that knows how CUDA differs from the sum of all tensors:
 * cuBLAS keeps ``CUBLAS_WORKSPACE`` bytes for each thread that multiplies: one runs forward,
   another backward.
 
-The rules are those of torch 2.5 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
+The rules are those of torch 2.14 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
 ``flash_api.cpp``; memory-efficient attention: ``kernel_backward.h``).
 ``tests/cuda/test_planner_cuda.py`` compares them with torch's allocator.
 
@@ -87,7 +87,7 @@ def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
 def _flash(queries: int, products: int, heads: int, width: int) -> int:
     """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the
     products of the output with its gradient. Packed rows share the padding of the queries."""
-    accumulated = queries * heads * rounded(width, 32) * FP32
+    accumulated = queries * heads * rounded(width, 32 if width <= 128 else 64) * FP32
     return rounded(accumulated, BLOCK) + rounded(products * heads * FP32, BLOCK)
 
 
