@@ -1,6 +1,5 @@
 """STDiT models in plain torch, without process groups."""
 
-from . import packed_operator  # noqa: F401 (registers the operator of compiled attention)
 from .blocks import STDiT3Block
 from .compile import compile_blocks
 from .conditioning import Text, sample_numbers

@@ -113,15 +113,6 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def add_same_lora(model: nn.Module, like: nn.Module) -> None:
-    """Adapt the layers that are adapted in another model, as far as this one has them."""
-    adapted = lora_layers(like)
-    names = [name for name, _ in model.named_modules() if name in adapted]
-    if names:
-        first = adapted[names[0]]
-        add_lora(model, rank=first.r[ADAPTER], alpha=first.lora_alpha[ADAPTER], targets=names)
-
-
 def base_names(names: Iterable[str]) -> dict[str, str]:
     """The names of a model's tensors that are no adapter's, by their name in the bare model."""
     return {name.replace(f".{BASE}.", "."): name for name in names if f".{ADAPTER}." not in name}

@@ -253,7 +253,7 @@ def test_sampling_reports_what_its_first_step_compiles(
             pipeline.latents(requests_of(cfg, ["white"]))
 
     (warm_up,) = (message for message in caplog.messages if "warm-up" in message)
-    assert warm_up.startswith("sampling: warm-up of ") and "2 graphs were compiled" in warm_up
+    assert warm_up.startswith("sampling: warm-up of ") and "graphs were compiled" in warm_up
 
 
 def test_truncation_is_reported(
