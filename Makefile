@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-shutdown test-floor lint lint-workflows scan docs install clean
+.PHONY: help demo test test-all test-slow test-serial test-failed campaigns test-mutations test-default-cpu test-docs test-shutdown test-floor lint lint-workflows scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -61,9 +61,17 @@ SLOW := slow and not grid
 test: $(VENV)/.installed
 	$(PARALLEL) -m "$(FAST)"
 
-test-all: test
+test-slow: $(VENV)/.installed
 	$(PARALLEL) -m "$(SLOW) and not serial"
+
+test-serial: $(VENV)/.installed
 	$(PYTEST) -m "$(SLOW) and serial"
+
+test-all: test test-slow test-serial
+
+# What failed in the last run, one after the other.
+test-failed: $(VENV)/.installed
+	$(PYTEST) --last-failed --last-failed-no-failures none
 
 # In process, without ranks: what compares numbers, which another processor rounds in another order.
 UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow golden_vae golden_vae_v13 \
