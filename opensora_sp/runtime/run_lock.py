@@ -169,7 +169,7 @@ class RunLock:
         logger.warning(
             "%s is locked by %s; waiting up to %g s for its end",
             self.folder,
-            " since ".join(_describe(holder)),
+            "".join(_describe(holder)),
             timeout,
         )
         if wait_until(self._lock, timeout, LOOK_INTERVAL):
@@ -177,10 +177,9 @@ class RunLock:
         if self._look() == before and self._lock(stale=True):
             return
         now = self._look()
-        name, *since = _describe(now[0] if now else holder)
-        held = " since ".join([f"{name} holds", *since])
+        name, since = _describe(now[0] if now else holder)
         raise ValueError(
-            f"got outputs {str(self.folder)!r}, which {held}; expected one run for each folder; "
+            f"got outputs {str(self.folder)!r}, which {name} holds{since}; expected one run for each folder; "
             "wait for that run or end it, or pass another --cfg-options outputs=..."
         )
 
@@ -226,8 +225,8 @@ class RunLock:
         os._exit(1)
 
 
-def _describe(holder: Holder | None) -> list[str]:
+def _describe(holder: Holder | None) -> tuple[str, str]:
     """The name of a holder, and since when it holds the lock, where these are known."""
     if holder is None:
-        return ["another run"]
-    return [f"process {holder.pid} of {holder.host}", holder.since]
+        return "another run", ""
+    return f"process {holder.pid} of {holder.host}", f" since {holder.since}"
