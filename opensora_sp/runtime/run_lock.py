@@ -179,8 +179,8 @@ class RunLock:
         now = self._look()
         name, since = _describe(now[0] if now else holder)
         raise ValueError(
-            f"got outputs {str(self.folder)!r}, which {name} holds{since}; expected one run for each folder; "
-            "wait for that run or end it, or pass another --cfg-options outputs=..."
+            f"got outputs {str(self.folder)!r}, which {name} holds{since}; expected one run for "
+            "each folder; wait for that run or end it, or pass another --cfg-options outputs=..."
         )
 
     def _look(self) -> tuple[Holder | None, int] | None:
