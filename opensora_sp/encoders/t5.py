@@ -221,6 +221,7 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
             config=t5_config(config),
             state_dict=tensors,
             dtype=dtype,
+            use_safetensors=True,
             output_loading_info=True,
         )
         check_none_missing(sorted(found["missing_keys"]))

@@ -46,13 +46,10 @@ from opensora_sp.parallel import (
 from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime import (
     Watchdog,
-    backend_timeout,
-    join_rendezvous,
     raise_on_all_ranks,
-    start_process_group,
 )
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.host_checks import use_device
+from opensora_sp.runtime.process_group import join_processes
 
 from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
@@ -160,21 +157,6 @@ def verify_parts(weights: Path, adapters: Sequence[Adapters]) -> None:
     for path in (weights, *(one.path for one in adapters)):
         if (path.parent / "COMMIT").is_file():
             verify(path.parent, part=path.name)
-
-
-def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
-    """Initialise the process group of several processes; returns this process's device.
-
-    Raises:
-        ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see
-            ``join_rendezvous``.
-    """
-    store = join_rendezvous(settings)
-    device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        start_process_group(store, backend, device, backend_timeout())
-    del store  # the process group keeps it
-    return device
 
 
 def build_pipeline(
