@@ -52,7 +52,7 @@ def add_lora(
     model.requires_grad_(False)
     for name in names:
         parent, _, child = name.rpartition(".")
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         # Annotated as int, and only divided.
         adapted = AdaptedLinear(layer, ADAPTER, config, r=rank, lora_alpha=alpha)  # type: ignore
         # On the meta device, peft leaves its own weights in float32.
