@@ -212,10 +212,12 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
     """
     from transformers import T5EncoderModel
 
+    # Its return type depends on ``output_loading_info``.
+    from_pretrained: Any = T5EncoderModel.from_pretrained
     config, tensors = files.config(), files.tensors()
     with files.explained("T5EncoderModel"):
         check_t5_weights(config, tensors)
-        t5, found = T5EncoderModel.from_pretrained(
+        t5, found = from_pretrained(
             # No path: transformers reads no file.
             None,
             config=t5_config(config),

@@ -36,7 +36,7 @@ from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.joining import join_processes
+from opensora_sp.runtime.process_group import join_processes
 from opensora_sp.sampling.run import (
     found_at,
     load_model,

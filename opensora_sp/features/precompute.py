@@ -51,7 +51,7 @@ from opensora_sp.data.file_state import FileState
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.joining import join_processes
+from opensora_sp.runtime.process_group import join_processes
 
 from .build import make_dataset, make_encoders, make_plan, micro_batches_of_step, with_length
 from .cached import check_made_of, clips_used, made_of

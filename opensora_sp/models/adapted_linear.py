@@ -37,8 +37,11 @@ class AdaptedLinear(Linear):
             return whole
 
         (name,) = self.active_adapters
-        out: Tensor = self.base_layer(x)
-        down = self.scaling[name] * self.lora_A[name](x)  # [..., r]
-        up = self.lora_B[name].weight  # [out, r]
+        base_layer: Any = self.base_layer
+        out: Tensor = base_layer(x)
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        down = self.scaling[name] * a(x)  # [..., r]
+        up = b.weight  # [out, r]
         added = torch.addmm(out.flatten(0, -2), down.flatten(0, -2), up.t())  # [N, out]
         return added.view_as(out)

@@ -10,7 +10,7 @@ This is the one place that knows how CUDA differs from the sum of all tensors:
 * cuBLAS keeps ``CUBLAS_WORKSPACE`` bytes for each thread that multiplies: one runs forward,
   another backward.
 
-The rules are those of torch 2.5 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
+The rules are those of torch 2.14 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
 ``flash_api.cpp``; memory-efficient attention: ``kernel_backward.h``).
 ``tests/cuda/test_planner_cuda.py`` compares them with torch's allocator.
 
@@ -29,8 +29,6 @@ from torch import Tensor
 import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
 from opensora_sp.memory import LivePeak
 from opensora_sp.models.attention import PROCESSORS
-from opensora_sp.models.packed_operator import packing_of
-from opensora_sp.models.packing import Pieces
 
 aten = torch.ops.aten
 BLOCK = 512
@@ -49,11 +47,6 @@ class AllocatorPeak(LivePeak):
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compiled parts are compiled under it; those of other trackers would run uncompiled."""
-        return True
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         size = rounded(storage.nbytes(), BLOCK) if storage.device.type == "meta" else 0
@@ -87,7 +80,7 @@ def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
 def _flash(queries: int, products: int, heads: int, width: int) -> int:
     """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the
     products of the output with its gradient. Packed rows share the padding of the queries."""
-    accumulated = queries * heads * rounded(width, 32) * FP32
+    accumulated = queries * heads * rounded(width, 32 if width <= 128 else 64) * FP32
     return rounded(accumulated, BLOCK) + rounded(products * heads * FP32, BLOCK)
 
 
@@ -115,40 +108,6 @@ def _efficient(rows: int, heads: int, length: int, width: int) -> int:
     queries = 64 if width <= 64 else 128
     tiles = -(-length // queries) * -(-width // 64) * (queries * 64 * FP32 + 16)
     return rounded(rows * heads * tiles, BLOCK) + rounded(rows * heads * length * FP32, BLOCK)
-
-
-def _packed(args: tuple[Any, ...], _: Any) -> int:
-    """Of ``packed_operator.py``: keys and values are repeated for the pieces of queries."""
-    q, *_, lengths, _, processors = args
-    return 0 if type(lengths) is not Tensor else _repeated(_pieces(q, lengths, processors), q)
-
-
-def _packed_backward(args: tuple[Any, ...], _: Any) -> int:
-    """So are they in backward, where their gradients are, too, beside what the kernel takes."""
-    q, lengths, processors = args[1], args[6], args[8]
-    if type(lengths) is not Tensor:  # of a compiler
-        return 0
-    (tokens, heads, width), pieces = q.shape, _pieces(q, lengths, processors)
-    rows, longest = len(pieces.queries), max(pieces.queries)
-    gradients = 2 * rounded(sum(pieces.keys) * heads * width * q.element_size(), BLOCK)
-
-    if q.element_size() > 2:
-        kernel = _efficient(rows, heads, longest, width)
-    else:
-        padded = rows * rounded(longest, 128)
-        kernel = _flash(padded if pieces.are_equal else tokens + 128 * rows, padded, heads, width)
-    return _repeated(pieces, q) + gradients + kernel
-
-
-def _pieces(q: Tensor, lengths: Tensor, processors: int) -> Pieces:
-    return packing_of(lengths).pieces(q.shape[1], processors)
-
-
-def _repeated(pieces: Pieces, q: Tensor) -> int:
-    """Bytes of the keys and values, unless the pieces of one sample share them in memory."""
-    if len(pieces.keys) == len(pieces.samples) or (len(pieces.samples) == 1 and pieces.are_equal):
-        return 0
-    return 2 * rounded(sum(pieces.keys) * q.shape[1:].numel() * q.element_size(), BLOCK)
 
 
 def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
@@ -200,6 +159,4 @@ WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._efficient_attention_backward.default: _efficient_varlen_backward,
     aten.sum.dim_IntList: _column_sums,
     torch.ops.opensora_sp.exchange.default: _exchange,
-    torch.ops.opensora_sp.packed_attention.default: _packed,
-    torch.ops.opensora_sp.packed_attention_backward.default: _packed_backward,
 }

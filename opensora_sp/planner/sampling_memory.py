@@ -251,11 +251,12 @@ class EncoderTracer:
         return self._traced[key]
 
     def _trace_text(self, config: dict[str, Any], count: int) -> Traced:
-        encoder = _encoder("text_encoder", config, TEXT_ENCODERS)
-        if not isinstance(encoder, FrozenEncoder):
+        text_encoder = _encoder("text_encoder", config, TEXT_ENCODERS)
+        if not isinstance(text_encoder, FrozenEncoder):
             return Traced()
 
-        features: Any = encoder.features
+        encoder: Any = text_encoder
+        features = encoder.features
         with torch.device("meta"):
             ids = torch.zeros(count, encoder.max_length, dtype=torch.int64)
         with _counting(self.device) as live:

@@ -32,11 +32,11 @@ from opensora_sp.config import InferenceConfig, TrainConfig, build_component, ch
 from opensora_sp.config.unused import unused_settings
 from opensora_sp.console import LOGGER, RANK_LOCAL
 from opensora_sp.data.atomic import check_writable
-from opensora_sp.device_verification import choose_compiled, choose_kernels
+from opensora_sp.device_verification import choose_kernels
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.compile import compile_as_set
+from opensora_sp.models.compile import compile_blocks
 from opensora_sp.parallel import (
     SequenceMesh,
     closing_process_group,
@@ -49,7 +49,7 @@ from opensora_sp.runtime import (
     raise_on_all_ranks,
 )
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.joining import join_processes
+from opensora_sp.runtime.process_group import join_processes
 
 from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
@@ -214,9 +214,9 @@ def load_model(
 
     dtype = DTYPES[cfg.precision]
     model.requires_grad_(False).eval().to(device, dtype)
-    kernels = choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
-    compile_as_set(model, cfg.compile, device.type, kernels)
-    choose_compiled(model, dtype=dtype, device=device)
+    choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
+    if cfg.compile == "blocks":
+        compile_blocks(model)
     parallelize(model, mesh, cfg.parallel_options(cost_model_of(cfg.cost_model)))
     return model
 

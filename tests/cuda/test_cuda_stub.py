@@ -96,11 +96,6 @@ def on_convolutions(dims, dtype_name):
 def test_convolutions_forward_and_backward(dims, dtype):
     recording = run_on_stub(on_convolutions, dims, dtype)
     convolutions = recording.convolutions
-    if (dims, dtype) == (3, "bfloat16") and 90800 <= torch.backends.cudnn.version() < 91500:
-        # torch avoids these of cuDNN, which gave wrong results, and makes products instead.
-        assert not convolutions and recording.gemms
-        return
-
     assert [conv.call for conv in convolutions] == ["forward", "backward_data", "backward_filter"]
     for conv in convolutions:
         assert conv.dtype == dtype

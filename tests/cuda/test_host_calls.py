@@ -1,7 +1,7 @@
 """What the host does for a pair of blocks, counted: on a GPU, calls of Python take time as well.
 
 A pass of small batches takes as long as its calls, about 0.3 us each. The bounds are what was
-counted with Python 3.11, torch 2.5.1 and Triton 3.1, and 2 % for others. A change may lower them,
+counted with Python 3.11, torch 2.14.1 and Triton 3.8, and 2 % for others. A change may lower them,
 and says why where it raises one.
 """
 
@@ -21,7 +21,9 @@ from cuda_stub import requires_stub, run_on_stub
 pytestmark = [requires_stub, pytest.mark.slow]
 
 # Calls of functions, of Python and of C, for a pair of blocks: forward and backward.
-BOUNDS = {"torch": (1720, 205), "triton": (3800, 3660)}
+BOUNDS = {"torch": (1710, 123), "triton": (3185, 3190)}
+# Modules with which the stub finds the lines that it records for copies.
+STUB = {"cuda_stub.inside", "pathlib"}
 
 
 def on_passes(depth: int, kernels: str) -> list[Counter[str]]:
@@ -49,8 +51,9 @@ def calls_of(function: Callable[[], Any]) -> tuple[Counter[str], Any]:
     found: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_call"):
-            found[str(frame.f_globals.get("__name__"))] += 1
+        module = str(frame.f_globals.get("__name__"))
+        if event in ("call", "c_call") and module not in STUB:
+            found[module] += 1
 
     gc.disable()  # finalizers are calls as well
     sys.setprofile(count)

@@ -59,7 +59,6 @@ def config(resolution: str) -> InferenceConfig:
         scheduler=dict(num_sampling_steps=1, use_timestep_transform=True),
         prompts=["a dog runs along a beach"],
         sp_size=1,
-        compile=None,
         # Values on the stub are none: nothing could be verified.
         kernels="torch",
     )

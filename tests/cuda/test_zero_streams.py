@@ -19,13 +19,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
 from cuda_stub import requires_stub, run_on_stub
 from stream_checker import StreamChecker, start_group
 from torch import Tensor, nn
 
 from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.plugin._colossalai import LowLevelZeroOptimizer
+from opensora_sp.plugin._colossalai import LowLevelZeroOptimizer, colossalai
 from opensora_sp.plugin.local_gradients import AccumulatingZeroOptimizer, LocalGradients
 from opensora_sp.plugin.optimizer import SequenceZeroOptimizer
 
@@ -42,7 +41,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for parameter in self.parameters():
-            wait_all_gather_handle(parameter)  # as ZeroOpHook does before an operator reads it
+            # As ZeroOpHook does before an operator reads it.
+            colossalai.zero.low_level.zero_hook.wait_all_gather_handle(parameter)
 
         for i, layer in enumerate(self.layers):
             branch = self._branch(str(i), x)

@@ -182,16 +182,21 @@ class RecordingGroup(dist.ProcessGroup):
                 self._copy(tensor, own)
         return work
 
-    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> Done:
+    # torch 2.11 calls collectives of one tensor by other names than torch 2.14: both are here.
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Done:
         work = self._begin("all_gather_into_tensor", [own], [output])
         for chunk in output.view(self.size(), -1):
             self._copy(chunk, own.view(-1))
         return work
 
-    def allgather_into_tensor_coalesced(
+    def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Done:
-        return [self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
+        return [self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Done:
         received = list(chain.from_iterable(outputs))
@@ -216,20 +221,23 @@ class RecordingGroup(dist.ProcessGroup):
             self._reduce(output, opts)
         return work
 
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Done:
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Done:
         work = self._begin("reduce_scatter_tensor", [whole], [output])
         self._copy(output.view(-1), whole.view(self.size(), -1)[self.rank()])
         self._reduce(output, opts)
         return work
 
-    def reduce_scatter_tensor_coalesced(
+    def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Done:
         return [
-            self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)
+            self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)
         ][-1]
 
-    def alltoall_base(
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
         self, output: Tensor, own: Tensor, receive: list[int], send: list[int], opts: Any = None
     ) -> Done:
         work = self._begin("all_to_all_single", [own], [output])
@@ -242,6 +250,8 @@ class RecordingGroup(dist.ProcessGroup):
         if kept.shape == arrived.shape:
             self._copy(arrived, kept)
         return work
+
+    alltoall_base = all_to_all_single
 
     def _part(self, tensor: Tensor, splits: list[int]) -> Tensor:
         rank, size = self.rank(), self.size()

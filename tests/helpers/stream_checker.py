@@ -251,15 +251,19 @@ class StreamGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> StreamWork:
         return self._launch(tensors, tensors)
 
-    def _reduce_scatter_base(
+    def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> StreamWork:
         return self._launch([output], [given])
 
-    def _allgather_base(
+    def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> StreamWork:
         return self._launch([output], [given])
+
+    # The names in torch 2.11.
+    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single
 
     def barrier(self, opts: Any = None) -> StreamWork:
         return self._launch([], [])

@@ -86,7 +86,6 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 
-/* cuda_runtime_api.h maps the name to cudaGetDeviceProperties_v2 where the runtime has that. */
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
     memset(properties, 0, sizeof *properties);
     strcpy(properties->name, DEVICE_NAME);
@@ -111,10 +110,6 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     properties->l2CacheSize = L2_BYTES;
     properties->memoryBusWidth = BUS_BITS;
     properties->textureAlignment = 512;
-#if CUDART_VERSION < 13000
-    properties->clockRate = CLOCK_KHZ;
-    properties->memoryClockRate = MEMORY_CLOCK_KHZ;
-#endif
 
     properties->unifiedAddressing = 1;
     properties->concurrentKernels = 1;

@@ -2,7 +2,8 @@
  * cuDNN's backend API: descriptors keep their attributes, an executed plan is read back into the
  * operations it stands for.
  *
- * Heuristics offer one engine without notes, knobs or a workspace.
+ * Heuristics offer one engine without notes, knobs or a workspace. The version is older than the
+ * 9.15.1 with which attention is chosen from cuDNN: graphs of attention are not read back.
  */
 #define _GNU_SOURCE
 #include "stub.h"
@@ -27,7 +28,10 @@ struct descriptor {
     struct attribute *attributes;
 };
 
-size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
+size_t cudnnGetVersion(void) {
+    const char *text = getenv("CUDA_STUB_CUDNN");
+    return text && *text ? strtoull(text, NULL, 10) : DNN_VERSION;
+}
 size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 const char *cudnnGetErrorString(cudnnStatus_t status) {
     return status == CUDNN_STATUS_SUCCESS ? "CUDNN_STATUS_SUCCESS" : "error of the CUDA stub";
@@ -35,9 +39,10 @@ const char *cudnnGetErrorString(cudnnStatus_t status) {
 void cudnnGetLastErrorString(char *text, size_t size) { snprintf(text, size, "CUDA stub"); }
 
 cudnnStatus_t cudnnGetProperty(libraryPropertyType type, int *value) {
-    *value = type == MAJOR_VERSION   ? CUDNN_MAJOR
-             : type == MINOR_VERSION ? CUDNN_MINOR
-                                     : CUDNN_PATCHLEVEL;
+    size_t version = cudnnGetVersion();
+    *value = type == MAJOR_VERSION   ? version / 10000
+             : type == MINOR_VERSION ? version / 100 % 100
+                                     : version % 100;
     return CUDNN_STATUS_SUCCESS;
 }
 

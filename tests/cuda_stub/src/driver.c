@@ -60,6 +60,13 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
     return CUDA_SUCCESS;
 }
 
+/* The driver's messages for the log: none comes. */
+CUresult cuLogsRegisterCallback(CUlogsCallback callback, void *data, CUlogsCallbackHandle *handle) {
+    if (handle)
+        *handle = NULL;
+    return CUDA_SUCCESS;
+}
+
 CUresult cuGetErrorName(CUresult error, const char **text) { return cuGetErrorString(error, text); }
 
 /* Contexts: there is one. */
@@ -106,6 +113,10 @@ CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     *module = (CUmodule)malloc(1);
     return CUDA_SUCCESS;
+}
+
+CUresult cuModuleLoad(CUmodule *module, const char *file) {
+    return cuModuleLoadData(module, file);
 }
 
 CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned num_options,

@@ -111,6 +111,17 @@ cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void *
     return launch(function, grid, block, shared, stream);
 }
 
+/* What nvcc 13 compiles <<<...>>> to: a kernel's handle is the address of its host function. */
+cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
+    *kernel = (cudaKernel_t)function;
+    return find(function)->function ? cudaSuccess : stub_error(cudaErrorInvalidDeviceFunction);
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments,
+                               size_t shared, cudaStream_t stream) {
+    return launch(kernel, grid, block, shared, stream);
+}
+
 cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block,
                                         void **arguments, size_t shared, cudaStream_t stream) {
     return launch(function, grid, block, shared, stream);

@@ -188,9 +188,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureSta
     return cudaSuccess;
 }
 
-static cudaError_t capture_info(cudaStream_t handle, enum cudaStreamCaptureStatus *status,
-                                unsigned long long *id, cudaGraph_t *graph,
-                                const cudaGraphNode_t **dependencies, size_t *num_dependencies) {
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **dependencies,
+                                     const cudaGraphEdgeData **edges, size_t *num_dependencies) {
     struct graph *captured = captured_by(handle);
     cudaStreamIsCapturing(handle, status);
     if (id)
@@ -199,26 +200,11 @@ static cudaError_t capture_info(cudaStream_t handle, enum cudaStreamCaptureStatu
         *graph = (cudaGraph_t)captured;
     if (dependencies)
         *dependencies = NULL;
+    if (edges)
+        *edges = NULL;
     if (num_dependencies)
         *num_dependencies = 0;
     return cudaSuccess;
-}
-
-cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t handle, enum cudaStreamCaptureStatus *status,
-                                        unsigned long long *id, cudaGraph_t *graph,
-                                        const cudaGraphNode_t **dependencies,
-                                        size_t *num_dependencies) {
-    return capture_info(handle, status, id, graph, dependencies, num_dependencies);
-}
-
-cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t handle, enum cudaStreamCaptureStatus *status,
-                                        unsigned long long *id, cudaGraph_t *graph,
-                                        const cudaGraphNode_t **dependencies,
-                                        const cudaGraphEdgeData **edges,
-                                        size_t *num_dependencies) {
-    if (edges)
-        *edges = NULL;
-    return capture_info(handle, status, id, graph, dependencies, num_dependencies);
 }
 
 /* Graphs. */

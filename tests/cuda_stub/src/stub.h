@@ -30,6 +30,7 @@
 #define BUS_BITS 6144
 #define CLOCK_KHZ 1980000
 #define MEMORY_CLOCK_KHZ 3201000
+#define DNN_VERSION 90100 /* cuDNN's; CUDA_STUB_CUDNN overrides it */
 
 /* record.c: one line per call, columns separated by tabs. */
 void stub_record(const char *kind, const void *stream, const char *format, ...)
