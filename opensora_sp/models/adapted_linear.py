@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora import Linear
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class AdaptedLinear(Linear):
@@ -17,7 +18,17 @@ class AdaptedLinear(Linear):
 
     peft scales and adds the whole output, and multiplies its gradient: of STDiT3-XL/2 in eager mode
     a step of adapters would take longer than one of all weights.
+
+    Args:
+        layer: is kept as ``base_layer``.
+        name: of the adapter.
+        rank: of A and B.
+        alpha: scale of the adapter, times ``rank``.
     """
+
+    def __init__(self, layer: nn.Linear, name: str, *, rank: int, alpha: float) -> None:
+        # alpha is annotated as int, and only divided.
+        super().__init__(layer, name, LoraConfig(), r=rank, lora_alpha=alpha)  # type: ignore
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
