@@ -20,12 +20,13 @@ RUN case "$VARIANT" in \
         cpu) index=https://download.pytorch.org/whl/cpu ;; \
         *) echo "got VARIANT=$VARIANT; expected cuda or cpu; change --build-arg" >&2; exit 1 ;; \
     esac \
-    && pip install --no-cache-dir --index-url "$index" torch==2.5.1
+    && pip install --no-cache-dir --index-url "$index" torch
 
 COPY setup.py pyproject.toml README.md LICENSE /source/
 COPY configs /source/configs
 COPY opensora_sp /source/opensora_sp
-RUN pip install --no-cache-dir '/source[captions,tensorboard,wandb]' \
+RUN pip install --no-cache-dir '/source[captions,colossalai-runtime,tensorboard,wandb]' \
+    && pip install --no-cache-dir --no-deps colossalai==0.5.0 \
     && rm -rf /source \
     && useradd --create-home --uid 1000 user \
     && install --directory --owner user /project

@@ -6,8 +6,7 @@
 # make test-mutations   ten planted faults, each of which make test has to catch
 # make lint   style, types, spelling, directions of imports, the Dockerfile; make scan   known vulnerabilities of what is installed
 # make lint-workflows   the workflows of GitHub; needs npm
-# make test-cuda-newest   the stub of CUDA under a newer CUDA build of torch, which it downloads
-# make test-kernels-newest   Triton's kernels compiled for Blackwell as well, by a newer Triton, which it downloads
+# make test-floor   the core tests with the oldest versions that setup.py admits, in .venv-floor
 # make test-default-cpu   the numerical unit tests with torch's kernels for processors without AVX
 # make docs   the documentation as a site, build/site/index.html
 # Both make their own virtual environment in .venv and install what they need.
@@ -22,17 +21,20 @@ unexport PYTHONDONTWRITEBYTECODE
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all campaigns test-mutations test-default-cpu test-docs test-shutdown test-cuda-newest test-kernels-newest lint lint-workflows scan docs install clean
+.PHONY: help demo test test-all test-slow test-serial test-failed campaigns test-mutations test-default-cpu test-docs test-shutdown test-floor lint lint-workflows scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh scripts/install_numpy1.sh
+# ColossalAI without its own requirements, which hold torch at 2.5.1: docs/install.md.
+COLOSSALAI := --quiet --no-deps colossalai==0.5.0
+
+$(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh
 	sh scripts/make_venv.sh $(VENV)
 	$(BIN)/pip install --quiet --editable '.[test]'
-	sh scripts/install_numpy1.sh $(VENV)
+	$(BIN)/pip install $(COLOSSALAI)
 	touch $@
 
 demo: $(VENV)/.installed
@@ -59,9 +61,17 @@ SLOW := slow and not grid
 test: $(VENV)/.installed
 	$(PARALLEL) -m "$(FAST)"
 
-test-all: test
+test-slow: $(VENV)/.installed
 	$(PARALLEL) -m "$(SLOW) and not serial"
+
+test-serial: $(VENV)/.installed
 	$(PYTEST) -m "$(SLOW) and serial"
+
+test-all: test test-slow test-serial
+
+# What failed in the last run, one after the other.
+test-failed: $(VENV)/.installed
+	$(PYTEST) --last-failed --last-failed-no-failures none
 
 # In process, without ranks: what compares numbers, which another processor rounds in another order.
 UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow golden_vae golden_vae_v13 \
@@ -90,29 +100,15 @@ test-docs: $(VENV)/.installed
 test-shutdown: $(VENV)/.installed
 	$(GRID) tests/distributed/test_shutdown.py
 
-# The stub of CUDA under a newer CUDA build of torch, in an environment of its own; downloads some gigabytes.
-CUDA_NEWEST := .venv-cuda-newest
+FLOOR := .venv-floor
 
-test-cuda-newest: $(CUDA_NEWEST)/.installed
-	$(CUDA_NEWEST)/bin/python -m pytest -q tests/cuda/test_cuda_stub.py tests/cuda/test_cuda_collectives.py
+test-floor: $(FLOOR)/.installed
+	$(CURDIR)/$(FLOOR)/bin/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile -m "core and not grid"
 
-$(CUDA_NEWEST)/.installed: .ci/newest_requirements.txt
-	sh scripts/make_venv.sh $(CUDA_NEWEST)
-	$(CUDA_NEWEST)/bin/pip install --quiet torch==2.9.1
-	$(CUDA_NEWEST)/bin/pip install --quiet --requirement .ci/newest_requirements.txt
-	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps colossalai==0.5.0
-	$(CUDA_NEWEST)/bin/pip install --quiet --no-deps --editable .
-	touch $@
-
-# The tests of machine code with a Triton that knows sm_100, beside the one of the virtual environment.
-NEWEST_TRITON := build/triton-newest
-KERNEL_TESTS := $(addprefix tests/unit/test_,kernel_tools.py modulation_kernels.py qk_norm_and_gelu.py short_rows.py)
-
-test-kernels-newest: $(VENV)/.installed $(NEWEST_TRITON)/.installed
-	PYTHONPATH=$(CURDIR)/$(NEWEST_TRITON) $(BIN)/python -m pytest -q -k "builds or machine_code or compiled_for" $(KERNEL_TESTS)
-
-$(NEWEST_TRITON)/.installed:
-	$(BIN)/pip install --quiet --no-deps --target $(NEWEST_TRITON) triton==3.4.0
+$(FLOOR)/.installed: setup.py .ci/floor.txt
+	sh scripts/make_venv.sh $(FLOOR)
+	$(FLOOR)/bin/pip install --quiet --constraint .ci/floor.txt --editable '.[test]'
+	$(FLOOR)/bin/pip install $(COLOSSALAI)
 	touch $@
 
 lint: $(VENV)/.installed

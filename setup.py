@@ -32,7 +32,7 @@ setup(
     packages=find_packages(include=["opensora_sp", "opensora_sp.*"]),
     # Through the link opensora_sp/configs, so that the repository has one copy.
     package_data={"opensora_sp": ["configs/**/*.py", "configs/**/*.txt"]},
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     install_requires=[
         "av",
         "diffusers>=0.38",
@@ -85,8 +85,8 @@ setup(
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
-        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
     ],
 )

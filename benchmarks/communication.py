@@ -99,8 +99,6 @@ def markdown(row: dict[str, Any]) -> str:
 STRATEGIES: list[dict[str, Any]] = [
     {},
     dict(placement="branch"),
-    dict(placement="branch", comm_dtype="bf16"),
-    dict(placement="branch", comm_dtype="fp8"),
     dict(strategy="ulysses"),
     dict(strategy="split_gather"),
 ]
@@ -172,8 +170,7 @@ def step(case: Case, mesh: SequenceMesh) -> CommLedger:
 
 def predicted_bytes(case: Case, ranks: int) -> float | None:
     """Bytes of the mean rank, by brute force over all tokens; None for ulysses."""
-    strategy, comm_dtype = case.options.get("strategy"), case.options.get("comm_dtype")
-    token_bytes = {None: 4 * case.width, "bf16": 2 * case.width, "fp8": case.width + 4}[comm_dtype]
+    strategy, token_bytes = case.options.get("strategy"), 4 * case.width
     if strategy == "ulysses":
         return None
 

@@ -23,65 +23,44 @@ logger = logging.getLogger(__name__)
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
-def use_compile_cache() -> Path | None:
-    """Set the folder, before anything is compiled; one that the environment sets stays.
+def use_compile_cache() -> None:
+    """Set the folders of Inductor's graphs and of Triton's kernels, before anything is compiled.
 
-    Returns:
-        The folder; None where there is none that is this user's own and can be written to, and
-        torch's own temporary one is used.
+    Folders that the environment sets stay, unless one of graphs is another user's, whose code would
+    be executed, or cannot be written to.
     """
-    if (folder := _chosen_folder()) is None:
-        logger.info("compiled code is kept for this boot only: the user has no home folder")
-        return None
-
-    try:
-        _make_own(folder)
-    except OSError as error:
-        logger.warning("compiled code is kept for this boot only, since %s", error)
-        # Inductor would fail there, or execute what another user wrote.
-        os.environ.pop(INDUCTOR, None)
-        return None
-
-    os.environ[INDUCTOR] = str(folder)
-    # Inductor would give each device a folder of its own, and each rank would compile all kernels.
-    os.environ.setdefault(TRITON, str(folder / "triton"))
-    return folder
+    os.environ[INDUCTOR] = str(_usable_folder())
+    use_triton_cache()
 
 
 def use_triton_cache() -> None:
-    """Set the folder of Triton's kernels, where compiled code is kept, before any is compiled.
+    """Set the folder of Triton's kernels, before any is compiled.
 
-    One that the environment sets stays. Triton's own folder is one for all versions of Python,
-    though it holds modules of one, and lies in the user's home folder, which may be missing or
-    read-only: no kernel would then run.
+    One that the environment sets stays. Triton's default folder is shared by all versions of
+    Python, though it holds modules of one, and lies in the user's home folder, which may be missing
+    or read-only: no kernel would then run.
     """
-    if os.environ.get(TRITON) or os.environ.get("TRITON_HOME"):
-        return
+    if not (os.environ.get(TRITON) or os.environ.get("TRITON_HOME")):
+        # Inductor would give each device a folder, and each rank would compile all kernels.
+        os.environ[TRITON] = str(_usable_folder() / "triton")
 
+
+def _usable_folder() -> Path:
+    """The folder for compiled code; a temporary one of this process where that cannot be used."""
     try:
-        if (folder := _chosen_folder()) is None:
+        folder = Path(os.environ[INDUCTOR]) if os.environ.get(INDUCTOR) else default_folder()
+        if folder is None:
             raise FileNotFoundError("the user has no home folder")
-        _make_own(folder)
-        kernels = folder / "triton"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
     except OSError as error:
-        kernels = Path(tempfile.mkdtemp(prefix="opensora_sp-triton-"))
-        atexit.register(shutil.rmtree, kernels, ignore_errors=True)
-        logger.info("Triton's kernels are kept for this process only: %s", error)
-    os.environ[TRITON] = str(kernels)
-
-
-def _chosen_folder() -> Path | None:
-    """That of the environment, or the default; None for a user without a home folder."""
-    return Path(os.environ[INDUCTOR]) if os.environ.get(INDUCTOR) else default_folder()
-
-
-def _make_own(folder: Path) -> None:
-    """Make a folder; raise OSError if it is another user's, or no file can be written to it."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+        temporary = Path(tempfile.mkdtemp(prefix="opensora_sp-compiled-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        logger.warning("compiled code is kept for this process only: %s", error)
+        return temporary
 
 
 def cache_folder() -> Path | None:

@@ -44,9 +44,6 @@ EXCEPTIONS = {
     ("scripts/check_words.py", ""): "the list itself",
     ("tests/golden/", ""): "reference data",
     ("LICENSE", ""): "a legal text",
-    ("CHANGELOG.md", ""): "history, in the words of its time",
-    ("opensora_sp/runtime/__init__.py", "told_to_all_ranks"): "an alias of an old public name",
-    ("tests/unit/test_public_names.py", "told_to_all_ranks"): "old public names",
 }
 
 

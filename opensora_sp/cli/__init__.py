@@ -24,7 +24,6 @@ from . import (
     init,
     plan,
     precompute,
-    report,
     sample,
     studio,
     train,
@@ -47,7 +46,6 @@ COMMANDS = {
     "verify": verify,
     "config": config,
     "convert": convert,
-    "report": report,
     "doctor": doctor,
 }
 # Runs on one process or on several, which a launcher starts.

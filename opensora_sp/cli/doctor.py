@@ -1,4 +1,4 @@
-"""``opensora-sp doctor``: whether a run would start on this host, or on all hosts of a hostfile."""
+"""``opensora-sp doctor``: whether a run would start on this host, or on all hosts of a launcher."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.device import Examination
     from opensora_sp.runtime.doctor.diagnosis import Diagnosis
     from opensora_sp.runtime.doctor.host_report import Check
 
-HELP = "check this host, or all hosts of a hostfile, and report what would keep a run from starting"
+HELP = (
+    "check this host and report what would keep a run from starting; started by torchrun or "
+    "colossalai run, check and compare all of their hosts"
+)
 EXAMPLE = "opensora-sp doctor"
 MIN_WIDTH, MAX_WIDTH = 60, 110
 LABEL_WIDTH = 18
@@ -24,12 +27,13 @@ MARGIN = " " * (7 + LABEL_WIDTH + 1)
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=HELP)
     add = parser.add_argument
-    add("--hostfile", metavar="F", help="of colossalai run: one host a line, the first for rank 0")
-
-    number: dict[str, Any] = dict(type=int, metavar="N")
-    add("--ssh-port", default=22, help="as for colossalai run (default: 22)", **number)
-    add("--master-port", default=29500, help="as for launchers (default: 29500)", **number)
-
+    add(
+        "--master-port",
+        type=int,
+        metavar="N",
+        default=29500,
+        help="as for launchers (default: 29500)",
+    )
     add("--no-collective", dest="collective", action="store_false", help="start no ranks")
     add("--json", action="store_true", help="report as JSON, with what must be equal on all hosts")
     add(
@@ -40,10 +44,6 @@ def parser() -> argparse.ArgumentParser:
         help="instead compare the results of this host's GPUs with the CPU, in two minutes; with "
         "--json for an issue. cpu runs the same checks, small, without a GPU",
     )
-
-    # Passed to other hosts.
-    add("--master-addr", help=argparse.SUPPRESS)
-    add("--no-port", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -54,8 +54,12 @@ def run(args: argparse.Namespace) -> None:
         found = _examine_device(args)
         text = device_table(found)
     else:
-        found = _diagnose(args)
-        text = table(found)
+        from opensora_sp.runtime.doctor.diagnosis import diagnose
+
+        diagnosis = diagnose(args.master_port, collective=args.collective)
+        if diagnosis is None:
+            return
+        found, text = diagnosis, table(diagnosis)
 
     if args.json:
         text = json.dumps(found.to_dict(), indent=1)
@@ -64,23 +68,9 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _diagnose(args: argparse.Namespace) -> Diagnosis:
-    from opensora_sp.runtime.doctor.diagnosis import diagnose, diagnose_here
-
-    if args.hostfile is not None:
-        port, ssh_port = args.master_port, args.ssh_port
-        return diagnose(args.hostfile, port, ssh_port, collective=args.collective)
-    port = None if args.no_port else args.master_port
-    return diagnose_here(port, collective=args.collective, master=args.master_addr)
-
-
 def _examine_device(args: argparse.Namespace) -> Examination:
     from opensora_sp.runtime.doctor.device import examine_device, setup_for
 
-    if args.hostfile is not None:
-        raise ValueError(
-            "got --device and --hostfile; expected one of them; run --device on each host"
-        )
     return examine_device(setup_for(args.device))
 
 

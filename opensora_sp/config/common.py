@@ -91,9 +91,8 @@ class Common(Strict):
     model: Annotated[dict[str, Any], AfterValidator(_checked_model)]
     """dict(type=..., ...): model class or preset, and its options."""
 
-    compile: Literal["auto", "blocks"] | None = "auto"
-    """'blocks' compiles each block with torch.compile, 'auto' does so on CUDA where Triton is
-    installed and a kernel of ours does not run; None is eager mode."""
+    compile: Literal["blocks"] | None = None
+    """'blocks' compiles each block with torch.compile; None is eager mode."""
 
     kernels: Kernels = "auto"
     """'auto' runs the Triton kernels that passed verification on this device, 'triton' requires

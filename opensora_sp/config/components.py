@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, get_type_hints
+from typing import Any, NotRequired, Required, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import NotRequired, Required, TypedDict
+from typing_extensions import TypedDict
 
 from opensora_sp.components import check_methods, component_class, nearest
 from opensora_sp.diffusion import IDDPM, RectifiedFlow

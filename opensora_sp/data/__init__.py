@@ -23,15 +23,9 @@ from .toy import ToyClip, is_held_out, toy_clip
 from .transforms import resize_and_crop, scale, to_clip, to_frames
 from .video import count_frames, read_frames, read_video, write_video
 
-# Former names, until 1.0.
-BrokenClip = CorruptSample
-deal = snake_order
-share = micro_batches_of
-
 __all__ = [
     "Assigned",
     "BatchPlan",
-    "BrokenClip",
     "BucketPlan",
     "Buckets",
     "CachedClip",
@@ -56,7 +50,6 @@ __all__ = [
     "VideoTextDataset",
     "busy_seconds",
     "count_frames",
-    "deal",
     "find_files",
     "index_files",
     "is_held_out",
@@ -66,7 +59,6 @@ __all__ = [
     "read_video",
     "resize_and_crop",
     "scale",
-    "share",
     "snake_order",
     "to_clip",
     "to_frames",

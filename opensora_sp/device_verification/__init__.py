@@ -1,11 +1,10 @@
-"""Triton kernels and compiled blocks run on a device after their results there were compared.
+"""Triton kernels run on a device after their results there were compared.
 
 Nothing that has never run on a device is trusted: its values and gradients are compared with plain
 torch on a small batch when a run starts. All ranks take the same verdict. A file remembers what has
 passed, so that the next run on this kind of device starts at once.
 """
 
-from .compiled import choose_compiled
 from .kernels import choose_kernels, warn_of_changes
 
-__all__ = ["choose_compiled", "choose_kernels", "warn_of_changes"]
+__all__ = ["choose_kernels", "warn_of_changes"]

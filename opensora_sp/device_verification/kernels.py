@@ -133,16 +133,11 @@ def warn_of_changes(before: dict[str, str] | None, now: dict[str, str]) -> None:
     there = before or {}
     changed = [name for name, used in now.items() if there.get(name, used) != used]
     if changed:
-        # Each once, in their order.
-        settings = dict.fromkeys(
-            "compile=None" if name == "blocks" else "kernels='torch'" for name in changed
-        )
         logger.warning(
             "the run resumes with other kernels than its checkpoint was written with: %s; its "
             "losses may differ from those of the uninterrupted run in the last digits; resume on "
-            "the same kind of device, or set %s for the whole run",
+            "the same kind of device, or set kernels='torch' for the whole run",
             ", ".join(f"{name} by {now[name]} (there by {there[name]})" for name in changed),
-            " and ".join(settings),
         )
 
 

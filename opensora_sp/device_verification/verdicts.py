@@ -106,7 +106,7 @@ def _check_device(name: str, device: torch.device, error: Exception) -> None:
     except RuntimeError:
         raise BrokenDeviceError(
             f"got an error from {name} ({_first_line(error)}), after which the device computes "
-            "nothing; expected code that runs; set kernels='torch' and compile=None, and report it "
+            "nothing; expected code that runs; set kernels='torch', and report it "
             "with the output of opensora-sp doctor"
         ) from error
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from opensora_sp.checkpoint import PickledWeightsError, convert_command, hub, open_weights
 from opensora_sp.checkpoint import saved_config as read_config
@@ -29,9 +28,6 @@ HUB_FILES = (
     "diffusion_pytorch_model.safetensors.index.json",
     "spiece.model",
     "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
 )
 # Of what ``open_weights`` reads, or explains why it does not.
 WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt")

@@ -6,7 +6,7 @@ Legend: B samples, L text tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ from .loading import (
 )
 
 logger = logging.getLogger(__name__)
-TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
+# T5's vocabularies begin with these.
+SPECIAL_TOKENS = {"<pad>": 0, "</s>": 1}
+PAD, END = SPECIAL_TOKENS.values()
+Tokenizer = Callable[[str], list[int]]
+"""Turns a text into ids of tokens, without the end token."""
 # T5 v1.1 XXL, the text encoder of the releases, for plans without its folder.
 T5_XXL = dict(
     vocab_size=32128,
@@ -93,11 +97,10 @@ class T5TextEncoder(FrozenEncoder):
         **_: Any,
     ) -> None:
         if files is None:
-            from transformers import T5Config, T5EncoderModel
+            from transformers import T5EncoderModel
 
-            config = T5Config.from_dict(saved_config(from_pretrained) or T5_XXL)
             with torch.device("meta"):
-                t5: Any = T5EncoderModel(config)
+                t5: Any = T5EncoderModel(t5_config(saved_config(from_pretrained) or T5_XXL))
             self.t5 = t5.to(DTYPES[dtype])
         else:
             self.tokenizer = load_tokenizer(files)
@@ -109,40 +112,41 @@ class T5TextEncoder(FrozenEncoder):
     @torch.no_grad()
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         texts = [self._cleaned(text) for text in texts]
-        self._warn_once_of_truncation(texts)
-        tokens = self.tokenizer(
-            texts,
-            max_length=self.max_length,
-            padding="max_length",
-            truncation=True,
-            return_tensors="pt",
-        )
-        ids = to_device(tokens.input_ids, self.device)
-        mask = to_device(tokens.attention_mask, self.device)
-        return self.features(ids, mask), tokens.attention_mask
+        tokens = [self.tokenizer(text) for text in texts]
+        self._warn_once_of_truncation(texts, tokens)
+
+        ids = torch.full((len(texts), self.max_length), PAD)
+        mask = torch.zeros_like(ids)
+        for row, text_tokens in enumerate(tokens):
+            kept = [*text_tokens[: self.max_length - 1], END]
+            ids[row, : len(kept)] = torch.tensor(kept)
+            mask[row, : len(kept)] = 1
+        return self.features(to_device(ids, self.device), to_device(mask, self.device)), mask
 
     @torch.no_grad()
     def features(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Features float32 ``[B, 1, L, width]`` of tokens ``[B, L]`` on the device."""
+        # Added to the scores. Of a mask [B, L] transformers would ask whether it hides anything,
+        # which waits for the device, and the meta device has no answer.
+        scores = torch.zeros(mask.shape, dtype=self.t5.dtype, device=mask.device)
+        scores = scores.masked_fill(mask == 0, torch.finfo(self.t5.dtype).min)[:, None, None]
         with self.on_device():
-            features = self.t5(input_ids=ids, attention_mask=mask).last_hidden_state
+            features = self.t5(input_ids=ids, attention_mask=scores).last_hidden_state
         return features.float()[:, None]
 
     def _cleaned(self, text: str) -> str:
         return clean_caption(text) if self.clean_captions else text
 
-    def _warn_once_of_truncation(self, texts: list[str]) -> None:
-        if self._has_warned:
-            return
-
-        lengths = [len(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
-        longest = max(range(len(texts)), key=lengths.__getitem__)
-        if lengths[longest] > self.max_length:
+    def _warn_once_of_truncation(self, texts: list[str], tokens: list[list[int]]) -> None:
+        longest = max(range(len(texts)), key=lambda i: len(tokens[i]))
+        # With the end token.
+        length = len(tokens[longest]) + 1
+        if length > self.max_length and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "a caption of %d tokens is truncated to text_encoder.max_length = %d (logged "
                 "once): %.80s...",
-                lengths[longest],
+                length,
                 self.max_length,
                 texts[longest],
                 extra=RANK_LOCAL,
@@ -150,27 +154,54 @@ class T5TextEncoder(FrozenEncoder):
 
     def num_tokens(self, text: str) -> int:
         """Tokens of a caption before truncation, with the end token."""
-        return len(self.tokenizer(self._cleaned(text), verbose=False).input_ids)
+        return len(self.tokenizer(self._cleaned(text))) + 1
 
 
-def load_tokenizer(files: PretrainedFiles) -> Any:
-    """The tokenizer of a T5.
+def load_tokenizer(files: PretrainedFiles) -> Tokenizer:
+    """The tokenizer of a T5: its ``spiece.model``, or else its ``tokenizer.json``.
+
+    Neither is read by transformers: of a ``spiece.model``, version 5.0 leaves the normalization of
+    characters out, and all of version 5 need protobuf for it.
 
     Raises:
-        ValueError: if it cannot be loaded.
+        ValueError: if it cannot be loaded, or its special tokens are not T5's.
     """
-    from transformers import T5TokenizerFast
-
+    pieces, description = files.folder / "spiece.model", files.folder / "tokenizer.json"
+    special: dict[str, int | None]
+    tokenizer: Tokenizer
     with files.explained("its tokenizer"):
-        # AutoTokenizer would take the class that the folder names, and some read pickles.
-        if not any((files.folder / name).is_file() for name in TOKENIZER_FILES):
-            raise ValueError(f"it has none of {', '.join(TOKENIZER_FILES)}")
-        return T5TokenizerFast.from_pretrained(
-            str(files.folder),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        if pieces.is_file():
+            from sentencepiece import SentencePieceProcessor
+
+            processor = SentencePieceProcessor(model_file=str(pieces))
+            special = {token: processor.piece_to_id(token) for token in SPECIAL_TOKENS}
+            tokenizer = processor.encode
+        elif description.is_file():
+            from tokenizers import Tokenizer as Described
+
+            described = Described.from_file(str(description))
+            described.no_truncation()
+            described.no_padding()
+            special = {token: described.token_to_id(token) for token in SPECIAL_TOKENS}
+
+            def tokenizer(text: str) -> list[int]:
+                return described.encode(text, add_special_tokens=False).ids
+        else:
+            raise ValueError(f"it has neither {pieces.name} nor {description.name}")
+
+        if special != SPECIAL_TOKENS:
+            raise ValueError(f"its special tokens are {special}, and T5's {SPECIAL_TOKENS}")
+    return tokenizer
+
+
+def t5_config(config: dict[str, Any]) -> Any:
+    """transformers' ``T5Config`` of the content of a ``config.json``.
+
+    Attention is not fused: kernels differ in memory, and version 5.0 of transformers has none.
+    """
+    from transformers import T5Config
+
+    return T5Config.from_dict(config, attn_implementation="eager")
 
 
 def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
@@ -179,7 +210,7 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
     Raises:
         ValueError: if it cannot be loaded.
     """
-    from transformers import T5Config, T5EncoderModel
+    from transformers import T5EncoderModel
 
     config, tensors = files.config(), files.tensors()
     with files.explained("T5EncoderModel"):
@@ -187,13 +218,13 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
         t5, found = T5EncoderModel.from_pretrained(
             # No path: transformers reads no file.
             None,
-            config=T5Config.from_dict(config),
+            config=t5_config(config),
             state_dict=tensors,
-            torch_dtype=dtype,
+            dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
         )
-        check_none_missing(found["missing_keys"])
+        check_none_missing(sorted(found["missing_keys"]))
     return t5
 
 
@@ -207,7 +238,7 @@ def check_t5_weights(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> N
         ValueError: if a count of the config is too large, or a tensor is missing or has another
             shape.
     """
-    from transformers import T5Config, T5EncoderModel
+    from transformers import T5EncoderModel
 
     for key, largest in MAX_COUNTS.items():
         if config.get(key, 0) > largest:
@@ -216,7 +247,7 @@ def check_t5_weights(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> N
             )
 
     with torch.device("meta"):
-        model: Any = T5EncoderModel(T5Config.from_dict(config))
+        model: Any = T5EncoderModel(t5_config(config))
     shapes = {TIED_NAMES.get(name, name): tensor.shape for name, tensor in tensors.items()}
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
     check_none_missing([name for name in wanted if name not in shapes])

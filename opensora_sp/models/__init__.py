@@ -1,6 +1,5 @@
 """STDiT models in plain torch, without process groups."""
 
-from . import packed_operator  # noqa: F401 (registers the operator of compiled attention)
 from .blocks import STDiT3Block
 from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
@@ -14,9 +13,6 @@ from .stdit2 import STDiT2
 from .stdit3 import STDiT3
 from .token_layout import PatchGrid, Rows
 
-# The name of 0.x, until 1.0.
-Rowwise = Tokenwise
-
 __all__ = [
     "Attend",
     "CrossAttention",
@@ -25,7 +21,6 @@ __all__ = [
     "PatchGrid",
     "Point",
     "Rows",
-    "Rowwise",
     "STDiT",
     "STDiT2",
     "STDiT2Config",

@@ -85,6 +85,7 @@ class Backends:
     cross: str | Backend = "auto"
 
 
+@uncompiled  # kernels of packages and lengths of packed tokens belong to no graph
 def attention(
     q: Tensor,
     k: Tensor,
@@ -101,8 +102,7 @@ def attention(
         lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and
             of k. A query length may be 0; a key length is at least 1. With a ``Packing``, calls
             share what is copied to the device.
-        backend: one of ``BACKENDS``, or a result of ``choose_backend``. Compiled code passes the
-            latter, since the choice is no part of a graph.
+        backend: one of ``BACKENDS``, or a result of ``choose_backend``.
 
     Returns:
         A tensor shaped like ``q``; of packed tokens in the dtype of ``v``.
@@ -115,8 +115,6 @@ def attention(
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1], length=length)
     if lengths is None:
         return _attend_rows(backend, q, k, v)
-    if torch.compiler.is_compiling() and isinstance(lengths, Packing):
-        return _attend_in_graph(backend, q, k, v, lengths)
     return attend_packed(
         q,
         k,
@@ -126,14 +124,6 @@ def attention(
         kernel_for=partial(_varlen_kernel, backend),
         processors=backend.processors,
     )
-
-
-def _attend_in_graph(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """Attention of packed samples as one node of a graph, by ``packed_operator.py``."""
-    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    operator = torch.ops.opensora_sp.packed_attention
-    return operator(q, k, v, packing.lengths, backend.name, backend.processors)[0]
 
 
 def choose_backends(
@@ -170,7 +160,6 @@ def choose_backend(
     return _resolve(backend, sequences, device)
 
 
-@uncompiled  # looks up packages and devices, and logs: models resolve it before their blocks
 def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
     if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         sequences = replace(sequences, autocast=True)
@@ -240,7 +229,7 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     return torch_varlen_kernel(backend.name, q)
 
 
-def torch_varlen_kernel(name: str, q: Tensor) -> varlen.FusedKernel | None:
+def torch_varlen_kernel(name: str, q: Tensor) -> varlen.Kernel | None:
     """The kernel of torch for packed tokens that stands for a name in ``KERNELS``, if there is one.
 
     FlashAttention-2 where it takes such queries, which autocast may have cast, or the
@@ -254,7 +243,7 @@ def torch_varlen_kernel(name: str, q: Tensor) -> varlen.FusedKernel | None:
 @cache  # each block asks, and looking for packages takes longer than many kernels
 def _torch_varlen_kernel(
     name: str, sequences: Sequences, device: torch.device
-) -> varlen.FusedKernel | None:
+) -> varlen.Kernel | None:
     platform = Platform.of(device, deterministic=False)
     if name != "efficient" and obstacle("torch_flash", sequences, platform) is None:
         return varlen.flash if varlen.available("_flash_attention_forward") else None
@@ -271,7 +260,6 @@ def _flash_attn(function: str, backend: Backend) -> Callable[..., Tensor]:
     return partial(getattr(flash_attn, function), **options)
 
 
-@uncompiled  # its first builds have no operators that can be traced
 def _flash_3_rows(deterministic: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _in_parts(partial(_flash_attn_3, "flash_attn_func", deterministic), q, k, v)
 
@@ -309,8 +297,6 @@ def _traced_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep_sums)[0]
 
 
-# One node of the graph: torch 2.5 cannot trace the context manager, which acts while it is lowered.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # torch takes the next one where cuDNN refuses a call.
     options: dict[str, Any] = {"set_priority": True} if name == "cudnn" else {}

@@ -3,19 +3,16 @@
 There is one graph for each kind of part and each shape. All blocks of a kind share their graphs,
 since parameters are inputs of a graph. Shapes are static: every bucket has graphs of its own.
 
-What differs from batch to batch within a bucket is dynamic: the number of text tokens, the lengths
-of packed attention, which is one operator (``packed_operator.py``), and the tokens inside of masks.
-The exchanges of sequence parallelism run between graphs; those of branches and of heads are part of
-a block's graph. Gathers, and exchanges in low precision, end one.
+What differs from batch to batch within a bucket is dynamic: the number of text tokens, and the
+tokens inside of masks. Attention, gathers, and the exchanges of a switch or in low precision run
+between graphs; the exchanges of branches and of heads are part of a block's graph.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -25,16 +22,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.compile_cache import has_triton, use_compile_cache
+from opensora_sp.compile_cache import use_compile_cache
 
 from .conditioning import Condition, RowText
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
-
-SETTINGS = ("auto", "blocks")
-COMPILERS = ("cc", "gcc", "clang")
 
 MAX_GRAPHS = 256  # of a part; beyond torch's limit of 8 a new bucket would run uncompiled
 
@@ -43,6 +37,7 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
     """Let ``torch.compile`` compile each block of a model at the first call with a shape.
 
     Works in place and returns the same object. Parameters, state dict and attached hooks stay.
+    Logs a warning: nothing compares the results with those of eager mode.
 
     Args:
         backend: a backend of ``torch.compile``. "inductor" needs Triton on a GPU and a C++ compiler
@@ -58,52 +53,16 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
             "torch.compile on the blocks of other models, and pass the model that a wrapper holds"
         )
 
-    kept = use_compile_cache() if backend == "inductor" else None
+    if backend == "inductor":
+        use_compile_cache()
     dynamo: Any = torch._dynamo.config
-    limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
-    setattr(dynamo, limit, max(getattr(dynamo, limit), MAX_GRAPHS))
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     cast(Any, model).compile_backend = backend
-    where = f"; compiled code is kept in {kept}" if kept else ""
-    logger.info("blocks are compiled with %s%s", backend, where)
-    return model
-
-
-def compiles_blocks(setting: str | None, device_type: str, *, all_kernels_run: bool) -> bool:
-    """Whether a config's ``compile`` has blocks compiled on "cuda" or "cpu".
-
-    "auto" compiles them on CUDA where Triton and the C compiler that it calls are installed, unless
-    all Triton kernels of ``models/kernels`` run: they leave a compiler nothing to fuse.
-    """
-    return setting == "blocks" or (
-        setting == "auto" and _obstacle(device_type, all_kernels_run) is None
+    logger.warning(
+        "blocks are compiled with %s; their results are not compared with those of eager mode",
+        backend,
     )
-
-
-def compile_as_set(
-    model: nn.Module, setting: str | None, device_type: str, kernels: Mapping[str, str]
-) -> None:
-    """Compile the blocks of a model, or log why a config's ``compile`` leaves them as they are.
-
-    ``kernels``: "triton" or "torch" for each kernel (``choose_kernels``).
-    """
-    all_run = set(kernels.values()) == {"triton"}
-    if compiles_blocks(setting, device_type, all_kernels_run=all_run):
-        compile_blocks(model)
-    elif setting == "auto":
-        logger.info("blocks run in eager mode: %s", _obstacle(device_type, all_run))
-
-
-def _obstacle(device_type: str, all_kernels_run: bool) -> str | None:
-    """Why "auto" does not compile on such devices; None if it does."""
-    if device_type != "cuda":
-        return f"the device is {device_type}"
-    if all_kernels_run:
-        return "all Triton kernels run, which leave a compiler nothing to fuse"
-    if not has_triton():
-        return "Triton is not installed"
-    if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):
-        return f"Triton needs a C compiler, and none of {', '.join(COMPILERS)} is installed"
-    return None
+    return model
 
 
 @contextmanager
@@ -157,17 +116,12 @@ def _mark_what_differs(condition: Condition) -> None:
     mark(condition.text, 0)
     if condition.own_keys_values is not None:
         mark(condition.own_keys_values, 0)
-    # Tensors of lengths are made here, and not where a graph is traced.
-    mark(condition.packing.lengths, 1)
     for one in condition.extra.values():
         if isinstance(one, RowText):
             mark(one.tokens, 0)
-            mark(one.packing.lengths, 1)
 
     # Those of the local rows, and of rows in which a part of these attends elsewhere.
     for groups in condition.rows.grid.known_groups:
-        if not groups.are_rows:
-            mark(groups.packing.lengths, 1)
         if groups.index is not None:
             mark(groups.index, 0)
 

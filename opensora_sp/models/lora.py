@@ -42,16 +42,19 @@ def add_lora(
     Raises:
         ValueError: if a pattern matches no linear layer, or none is chosen.
     """
-    # Imports peft, which takes seconds.
+    # Takes seconds.
+    from peft import LoraConfig
+
     from .adapted_linear import AdaptedLinear
 
+    config = LoraConfig()
     names = target_layers(model, targets)
     model.requires_grad_(False)
     for name in names:
         parent, _, child = name.rpartition(".")
         layer = model.get_submodule(name)
         # Annotated as int, and only divided.
-        adapted = AdaptedLinear(layer, ADAPTER, r=rank, lora_alpha=alpha)  # type: ignore[arg-type]
+        adapted = AdaptedLinear(layer, ADAPTER, config, r=rank, lora_alpha=alpha)  # type: ignore
         # On the meta device, peft leaves its own weights in float32.
         setattr(model.get_submodule(parent), child, adapted.to(layer.weight.dtype))
 
@@ -108,15 +111,6 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
         for name, _ in model.named_modules()
         if name.endswith(f".{BASE}")
     }
-
-
-def add_same_lora(model: nn.Module, like: nn.Module) -> None:
-    """Adapt the layers that are adapted in another model, as far as this one has them."""
-    adapted = lora_layers(like)
-    names = [name for name, _ in model.named_modules() if name in adapted]
-    if names:
-        first = adapted[names[0]]
-        add_lora(model, rank=first.r[ADAPTER], alpha=first.lora_alpha[ADAPTER], targets=names)
 
 
 def base_names(names: Iterable[str]) -> dict[str, str]:

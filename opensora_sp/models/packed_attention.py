@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.dynamo import uncompiled
-
 from . import varlen
 from .packing import Call, Lengths, Packing
 
 
-@uncompiled  # lengths differ from batch to batch: compiled, each batch would have its own graph
 def attend_packed(
     q: Tensor,
     k: Tensor,

@@ -33,11 +33,6 @@ class Packing:
         self.queries, self.keys = tuple(queries), tuple(keys)
         self._pieces: dict[tuple[int, int], Pieces] = {}
 
-    @cached_property
-    def lengths(self) -> Tensor:
-        """Both on the CPU, int64 ``[2, samples]``: so they reach the operator of a graph."""
-        return torch.tensor([self.queries, self.keys], device="cpu")
-
     def pieces(self, heads: int, processors: int) -> Pieces:
         """The queries cut into pieces, for a device of that many multiprocessors."""
         key = heads, processors
@@ -124,24 +119,6 @@ class Pieces:
                 parts += own.expand(pieces, *own.shape).unbind()
             z = torch.cat(parts)
         return z.unflatten(0, (len(self.keys), -1)) if self.are_equal else z
-
-    def add_repeated(self, z: Tensor) -> Tensor:
-        """The adjoint of ``repeat``: packed gradients of repeated keys or values, ``[N, H, D]``.
-
-        Those of a sample's pieces are added with one rounding.
-        """
-        if all(pieces == 1 for _, pieces in self.samples):
-            return z
-
-        if len(set(self.samples)) == 1:
-            keys, pieces = self.samples[0]
-            return z.unflatten(0, (-1, pieces, keys)).sum(1).flatten(0, 1)
-
-        parts = z.split([keys * pieces for keys, pieces in self.samples])
-        samples = zip(parts, self.samples, strict=True)
-        return torch.cat(
-            [part.unflatten(0, (pieces, keys)).sum(0) for part, (keys, pieces) in samples]
-        )
 
 
 def _cut(queries: int, keys: int, wanted: int) -> list[int]:

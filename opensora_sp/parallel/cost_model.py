@@ -20,7 +20,6 @@ TIMES = ("latency", "network_latency", "shortest_kernel", "launch")  # in second
 MIN_RATE = 1e-30
 
 CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
-FP8_LAUNCHES = 12  # of scaling and rounding in an exchange, on both sides
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from .cost_model import H100, CostModel, Link
 from .typed import Decorated
 
 PLACEMENTS = ("stream", "branch")
-COMM_DTYPES = ("bf16", "fp8")
 
 
 def _option(default: Any, text: str, choices: tuple[str | None, ...] = ()) -> Any:
@@ -44,12 +43,6 @@ class Options:
         "Where `switch` exchanges tokens. `stream`: the residual stream, between blocks. `branch`: "
         "the stream stays in temporal rows; the input and output of each spatial attention travel.",
         PLACEMENTS,
-    )
-    comm_dtype: str | None = _option(
-        None,
-        "Precision of the exchange with `placement='branch'`: `bf16`, or `fp8` (e4m3 forward, e5m2 "
-        "backward, one scale per token). None sends the model's dtype.",
-        (None, *COMM_DTYPES),
     )
     overlap_chunks: int | Literal["auto"] = _option(
         "auto",
@@ -113,12 +106,6 @@ class Options:
             raise ValueError(
                 f"got placement 'branch' with strategy {self.strategy!r}; expected strategy "
                 "'switch'; change either"
-            )
-        if self.comm_dtype is not None and self.placement != "branch":
-            raise ValueError(
-                f"got comm_dtype {self.comm_dtype!r} with placement {self.placement!r}, which "
-                "moves the residual stream; expected None there, the model's own dtype: rounding "
-                "would add up over the blocks; set placement='branch' or leave comm_dtype out"
             )
         if self.overlaps and (self.strategy, self.placement) != ("switch", "stream"):
             raise ValueError(

@@ -29,8 +29,6 @@ from torch import Tensor
 import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
 from opensora_sp.memory import LivePeak
 from opensora_sp.models.attention import PROCESSORS
-from opensora_sp.models.packed_operator import packing_of
-from opensora_sp.models.packing import Pieces
 
 aten = torch.ops.aten
 BLOCK = 512
@@ -49,11 +47,6 @@ class AllocatorPeak(LivePeak):
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compiled parts are compiled under it; those of other trackers would run uncompiled."""
-        return True
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         size = rounded(storage.nbytes(), BLOCK) if storage.device.type == "meta" else 0
@@ -117,40 +110,6 @@ def _efficient(rows: int, heads: int, length: int, width: int) -> int:
     return rounded(rows * heads * tiles, BLOCK) + rounded(rows * heads * length * FP32, BLOCK)
 
 
-def _packed(args: tuple[Any, ...], _: Any) -> int:
-    """Of ``packed_operator.py``: keys and values are repeated for the pieces of queries."""
-    q, *_, lengths, _, processors = args
-    return 0 if type(lengths) is not Tensor else _repeated(_pieces(q, lengths, processors), q)
-
-
-def _packed_backward(args: tuple[Any, ...], _: Any) -> int:
-    """So are they in backward, where their gradients are, too, beside what the kernel takes."""
-    q, lengths, processors = args[1], args[6], args[8]
-    if type(lengths) is not Tensor:  # of a compiler
-        return 0
-    (tokens, heads, width), pieces = q.shape, _pieces(q, lengths, processors)
-    rows, longest = len(pieces.queries), max(pieces.queries)
-    gradients = 2 * rounded(sum(pieces.keys) * heads * width * q.element_size(), BLOCK)
-
-    if q.element_size() > 2:
-        kernel = _efficient(rows, heads, longest, width)
-    else:
-        padded = rows * rounded(longest, 128)
-        kernel = _flash(padded if pieces.are_equal else tokens + 128 * rows, padded, heads, width)
-    return _repeated(pieces, q) + gradients + kernel
-
-
-def _pieces(q: Tensor, lengths: Tensor, processors: int) -> Pieces:
-    return packing_of(lengths).pieces(q.shape[1], processors)
-
-
-def _repeated(pieces: Pieces, q: Tensor) -> int:
-    """Bytes of the keys and values, unless the pieces of one sample share them in memory."""
-    if len(pieces.keys) == len(pieces.samples) or (len(pieces.samples) == 1 and pieces.are_equal):
-        return 0
-    return 2 * rounded(sum(pieces.keys) * q.shape[1:].numel() * q.element_size(), BLOCK)
-
-
 def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     """Sums over tokens, as those of a bias's gradient.
 
@@ -200,6 +159,4 @@ WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._efficient_attention_backward.default: _efficient_varlen_backward,
     aten.sum.dim_IntList: _column_sums,
     torch.ops.opensora_sp.exchange.default: _exchange,
-    torch.ops.opensora_sp.packed_attention.default: _packed,
-    torch.ops.opensora_sp.packed_attention_backward.default: _packed_backward,
 }

@@ -118,8 +118,6 @@ class RunEstimator:
         self.lora = cfg.lora if isinstance(cfg, TrainConfig) else None
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
         self.predictions = 1
-        # A plan is that of a machine where Triton is, whatever this one has.
-        self.compiles = cfg.compile == "blocks" or (cfg.compile == "auto" and device == "cuda")
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
         else:
@@ -137,8 +135,6 @@ class RunEstimator:
         if importlib.util.find_spec("triton") is None:
             return "in plain torch, since Triton is not installed here"
         self.kernels = "triton"
-        # As a run under compile="auto", where all kernels are verified.
-        self.compiles = self.cfg.compile == "blocks"
         return "with Triton kernels"
 
     @cached_property
@@ -317,7 +313,7 @@ class RunEstimator:
     @property
     def known_levels(self) -> tuple[int, ...]:
         """The levels that ``grad_checkpoint="auto"`` chooses from, in ascending order."""
-        levels = COMPILED_LEVELS if self.compiles else LEVELS
+        levels = COMPILED_LEVELS if self.cfg.compile == "blocks" else LEVELS
         if self.device == "cpu":
             # What is on the host takes as much of the same memory.
             levels = tuple(level for level in levels if level != OFFLOADED)
@@ -392,8 +388,6 @@ class RunEstimator:
             level=level,
             training=self.training,
             device=self.device,
-            # Under "auto" as in eager mode, which takes more and is traced in less time.
-            compiled=self.compiles and self.cfg.compile == "blocks" and self.device == "cuda",
             kernels=self.kernels,
             lora=self.lora,
             num_frames=self.video_frames.get(latents[2:]),

@@ -26,7 +26,7 @@ from opensora_sp.parallel.strategies import strategy_for
 from .checkpointing import offloaded_bytes
 from .flops import ModelFlops
 from .operators import OperatorCounter, Work
-from .trace import meta_device_module, meta_model, run_step, small_meta_model
+from .trace import meta_model, run_step, small_meta_model
 from .traffic import traffic
 
 EXCHANGES, OPTIMIZER, ZERO = "all-to-all", "optimizer step", "ZeRO's collectives"
@@ -157,7 +157,7 @@ def _passes(
         parallelize(model, mesh, dataclasses.replace(options, verify=False))
 
         counter = OperatorCounter(gpu)
-        with meta_device_module(), counter.watching(model), counter:
+        with counter.watching(model), counter:
             for _ in run_step(
                 model, latents, ranks=ranks, training=True, device="meta", num_frames=num_frames
             ):

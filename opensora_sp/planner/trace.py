@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +14,12 @@ from torch import Tensor
 from opensora_sp.config.sections import Lora
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.memory import LivePeak
-from opensora_sp.models import compile_blocks
 from opensora_sp.models.extra_inputs import extra_shapes
 from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora, targets_of_any_block
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
-from . import fused_memory
 from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
 
 DEPTH = 2  # pairs of blocks traced; each further one adds as much as the second
@@ -58,7 +55,6 @@ def trace_activations(
     level: int,
     training: bool,
     device: str = "cuda",
-    compiled: bool = False,
     kernels: Kernels = "torch",
     lora: Lora | None = None,
     num_frames: int | None = None,
@@ -70,7 +66,6 @@ def trace_activations(
         latents: ``(B, c, frames, height, width)``.
         level: of gradient checkpointing in all blocks (``models/recompute.py``).
         device: "cuda" counts what torch's allocator would allocate, "cpu" the bytes of tensors.
-        compiled: the parts between two switches are compiled by inductor.
         kernels: as in ``set_kernels``: "triton" takes all of them, "auto" those that this process
             has verified.
         lora: adapters that are trained alone.
@@ -84,11 +79,7 @@ def trace_activations(
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     at_segments: list[int] = []  # live bytes
     model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
-    with using_kernels(kernels), meta_device_module(), live:
-        if compiled:
-            compile_blocks(model, backend=fused_memory.backend)
-            _passed(model, latents, ranks, training, live, num_frames)
-            at_segments.clear()
+    with using_kernels(kernels), live:
         peak, inputs = _passed(model, latents, ranks, training, live, num_frames)
 
     # Between the last parts of two pairs: all that a forward pass makes once exists before the
@@ -206,16 +197,3 @@ def step_inputs(
 
     inputs["drop_caption"] = torch.ones(size, dtype=torch.bool)
     return inputs
-
-
-@contextmanager
-def meta_device_module() -> Iterator[None]:
-    """Lets torch before 2.6 recompute on meta tensors: it asks for a module of their generators."""
-    if hasattr(torch, "meta"):
-        yield
-        return
-    torch._register_device_module("meta", types.ModuleType("torch.meta"))
-    try:
-        yield
-    finally:
-        delattr(torch, "meta")

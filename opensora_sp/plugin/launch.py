@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.runtime import StartLimit, connect_hosts, connect_ranks, join_rendezvous
+from opensora_sp.runtime import join_rendezvous, start_process_group
 
 from ._colossalai import get_accelerator, get_dist_logger, set_seed
 from .accelerator import use_cpu_if_nothing_else
@@ -41,9 +41,11 @@ def launch(
     # Stores must live until the process group holds them. The first: started by plain python.
     own = None if "WORLD_SIZE" in os.environ else _become_a_world_of_one()
     store = join_rendezvous(settings)
-    with StartLimit.after(store):
-        connect_hosts(store)
-        _launch(seed, timeout)
+    accelerator = get_accelerator()
+    if accelerator.support_set_device:
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    start_process_group(store, accelerator.communication_backend, current_device(), timeout)
+    set_seed(seed)
     del own, store
 
 
@@ -62,17 +64,6 @@ def _become_a_world_of_one() -> dist.Store:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     return store
-
-
-def _launch(seed: int, timeout: timedelta | None) -> None:
-    """What ``colossalai.launch_from_torch`` does, which takes no timeout."""
-    accelerator = get_accelerator()
-    dist.init_process_group(accelerator.communication_backend, timeout=timeout)
-
-    if accelerator.support_set_device:
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    connect_ranks(current_device())
-    set_seed(seed)
 
 
 def current_device() -> torch.device:

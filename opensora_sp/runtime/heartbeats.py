@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -19,16 +18,13 @@ from opensora_sp.json_reader import parse_json
 from opensora_sp.polling import wait_until
 
 from .bounded_store import BoundedStore
-from .host_checks import address_toward_rank_0, rendezvous_address
+from .host_checks import rendezvous_address
 from .processes import is_alive, machine_id
-from .signed_store import SignedStore
-from .store_server import StoreServer
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 PROCESS_ENDED = "its process has ended"
 PROPAGATION_TIMEOUT = 5.0  # seconds for all ranks to learn of a failure
 LOOPBACK = "127.0.0.1"
-TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -61,21 +57,19 @@ class _Process:
 
     machine: str
     pid: int
-    address: str
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where rank 0 listens, and the token that signs entries; or why it cannot."""
+    """Where rank 0 listens; or why it cannot."""
 
     address: str = ""
     port: int = 0
-    token: bytes = b""
     error: str | None = None
 
 
 class HeartbeatStore:
-    """A ``TCPStore`` beside that of the process group, in which only its ranks can write.
+    """A ``TCPStore`` of rank 0, in addition to the store of the process group.
 
     All methods raise RuntimeError if the connection is lost, or if rank 0 does not answer in time.
 
@@ -86,11 +80,9 @@ class HeartbeatStore:
     def __init__(self, rank: int, world_size: int) -> None:
         self.peers: dict[int, psutil.Process] = {}
         self._rank, self._world_size = rank, world_size
-        self._server: StoreServer | None = None  # in rank 0
-        self._bounded: BoundedStore | None = None
-        self._store: SignedStore | None = None
+        self._server: dist.TCPStore | None = None  # in rank 0
+        self._store: BoundedStore | None = None
         self._newest: dict[int, Heartbeat] = {}
-        self._addresses: list[str] = []  # from which the hosts of all ranks reach rank 0
 
     def open(self, timeout: float, answer_timeout: float) -> None:
         """Rank 0 hosts the store, all others connect to it. Collective.
@@ -117,27 +109,21 @@ class HeartbeatStore:
             )
         _raise_first(*_gather(error))
 
-        if self._server is not None:
-            self._server.refuse_connections()
-
     def _find_peers(self) -> None:
         machine = machine_id()
-        own = _Process(machine, os.getpid(), address_toward_rank_0())
-        self._addresses = []
-        for rank, process in enumerate(_gather(own)):
-            self._addresses.append(process.address)
+        for rank, process in enumerate(_gather(_Process(machine, os.getpid()))):
             if rank != self._rank and process.machine == machine:
                 with suppress(psutil.NoSuchProcess):  # the lost connection will be reported
                     self.peers[rank] = psutil.Process(process.pid)
 
     def _host(self, timeout: float) -> _Place:
-        """Rank 0: listen, with a new token; entries of other runs have another one."""
+        """Rank 0: listen at a free port."""
         is_one_host = len(self.peers) == self._world_size - 1
         address = os.environ.get("MASTER_ADDR", "")
         try:
             address = LOOPBACK if is_one_host else rendezvous_address()
-            clients = [] if is_one_host else self._addresses
-            self._server = StoreServer(address, timeout, clients)
+            limit = timedelta(seconds=timeout)
+            self._server = dist.TCPStore(address, 0, None, True, limit, wait_for_workers=False)
         except (OSError, RuntimeError) as error:
             return _Place(
                 error=f"got {address or 'no MASTER_ADDR'} to listen on for the other ranks, which "
@@ -145,15 +131,13 @@ class HeartbeatStore:
                 "first host, where rank 0 runs; set MASTER_ADDR to it"
             )
 
-        place = _Place(address, self._server.port, secrets.token_bytes(TOKEN_BYTES))
-        store = SignedStore(self._server.store, place.token)
-        store.set("failure", "")
-        store.set("stop", "")
-        return place
+        self._server.set("failure", "")
+        self._server.set("stop", "")
+        return _Place(address, self._server.port)
 
     def _connect(self, place: _Place, timeout: float, answer_timeout: float) -> None:
         if self._server is not None:
-            self._bounded = BoundedStore(self._server.store, answer_timeout)
+            self._store = BoundedStore(self._server, answer_timeout)
         else:
             client = partial(
                 dist.TCPStore,
@@ -162,12 +146,11 @@ class HeartbeatStore:
                 timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
             )
-            self._bounded = BoundedStore.connect(client, timeout)
-            self._bounded.timeout = answer_timeout
-        self._store = SignedStore(self._bounded, place.token)
+            self._store = BoundedStore.connect(client, timeout)
+            self._store.timeout = answer_timeout
 
     def close(self) -> None:
-        self._server = self._bounded = self._store = None
+        self._server = self._store = None
 
     @property
     def is_open(self) -> bool:
@@ -181,15 +164,9 @@ class HeartbeatStore:
         if not ranks:
             return {}
 
-        texts = self._connected().get([f"heartbeat {rank}" for rank in ranks])
+        texts = self._connected().multi_get([f"heartbeat {rank}" for rank in ranks])
         for rank, text in zip(ranks, texts):
-            heartbeat = NO_HEARTBEAT
-            if text is not None:
-                heartbeat = Heartbeat(**parse_json(text, f"the heartbeat of rank {rank}"))
-
-            # A stranger may have put an older one back.
-            if heartbeat.number >= self._newest.get(rank, NO_HEARTBEAT).number:
-                self._newest[rank] = heartbeat
+            self._newest[rank] = Heartbeat(**parse_json(text, f"the heartbeat of rank {rank}"))
         return {rank: self._newest[rank] for rank in ranks}
 
     def last_location(self, rank: int) -> str:
@@ -198,19 +175,20 @@ class HeartbeatStore:
 
     def failure(self) -> str:
         """The run's first failure; empty if there is none."""
-        return self._connected().get(["failure"])[0] or ""
+        return str(self._connected().get("failure").decode())
 
     def stop_reason(self) -> str:
         """Why some rank requested to stop; empty if none did."""
-        return self._connected().get(["stop"])[0] or ""
+        return str(self._connected().get("stop").decode())
 
     def request_stop(self, reason: str) -> None:
-        self._connected().set("stop", reason)
+        self._connected().set("stop", _encodable(reason))
 
     def claim_failure(self, reason: str) -> str:
         """Make this the run's failure unless it has one already; returns the run's failure."""
         try:
-            return self._connected().replace("failure", "", reason)
+            text = _encodable(reason)
+            return str(self._connected().compare_set("failure", "", text).decode())
         except RuntimeError:
             return reason  # there is no store, or rank 0 has exited
 
@@ -218,17 +196,16 @@ class HeartbeatStore:
         """Acknowledge the failure; returns whether all living ranks did so in time."""
         with suppress(RuntimeError):  # no store, or rank 0 was faster
             store = self._connected()
-            if self._bounded is not None:
-                self._bounded.timeout = timeout
+            store.timeout = timeout
             store.set(f"acknowledged {self._rank}", "")
 
             gone = {rank for rank, process in self.peers.items() if not is_alive(process)}
             living = [rank for rank in range(self._world_size) if rank not in gone]
             names = [f"acknowledged {rank}" for rank in living]
-            return wait_until(lambda: store.contains(names), timeout)
+            return wait_until(lambda: bool(store.check(names)), timeout)
         return False
 
-    def _connected(self) -> SignedStore:
+    def _connected(self) -> BoundedStore:
         """The store, not tried after rank 0 has exited: torch would print a stack each time."""
         if 0 in self.peers and not is_alive(self.peers[0]):
             self.close()
@@ -282,6 +259,11 @@ def _raise_first(*errors: str | None) -> None:
     for error in errors:
         if error is not None:
             raise ValueError(error)
+
+
+def _encodable(text: str) -> str:
+    """The text without bytes that are none, which paths in messages may have."""
+    return text.encode(errors="replace").decode()
 
 
 def first_line(error: Exception) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterable
 from glob import glob
 
 import psutil
@@ -149,20 +148,6 @@ def check_own_address(master: tuple[str, int]) -> None:
     )
 
 
-def gloo_address() -> str:
-    """The address at which gloo listens on this host; empty if there is none."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if names:
-        addresses = interfaces().get(names.split(",")[0].strip(), [])
-        return min(addresses, key=lambda one: ":" in one, default="")
-
-    try:
-        # The first one, which ``check_own_address`` has judged.
-        return next(iter(resolve(socket.gethostname())), "")
-    except OSError:
-        return ""
-
-
 def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:
     """Address and interface by which this host would reach another one; nothing is sent."""
     try:
@@ -190,24 +175,6 @@ def rendezvous_address() -> str:
 
     # Where it is a virtual address, such as that of a service, this host has another one.
     return _route_to((address, 1))[0] or address
-
-
-def address_toward_rank_0() -> str:
-    """The address from which this host reaches rank 0; empty if that is unknown."""
-    return _route_to((os.environ.get("MASTER_ADDR", socket.gethostname()), 1))[0]
-
-
-def can_look_up_names(addresses: Iterable[str]) -> bool:
-    """Whether the system answers which hosts have these addresses, or that none has one.
-
-    It does not where the name server is out of reach.
-    """
-    for address in filter(None, addresses):
-        try:
-            socket.getnameinfo((address, 0), socket.NI_NUMERICSERV)
-        except OSError:
-            return False
-    return True
 
 
 def shared_memory() -> tuple[int, int] | None:

@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from opensora_sp.console import log_to_terminal
 from opensora_sp.launchers import set_parent_death_signal
-
-from .store_server import StoreServer
 
 HOST = "127.0.0.1"
 INTERVAL = 0.2  # seconds between two looks at whether to cancel
@@ -122,7 +123,8 @@ class LocalRanks:
                     "start again"
                 )
             # As torchrun does: no rank has to find a free port.
-            self._server = StoreServer(HOST, STORE_TIMEOUT)
+            limit = timedelta(seconds=STORE_TIMEOUT)
+            self._server = dist.TCPStore(HOST, 0, None, True, limit, wait_for_workers=False)
             for rank in range(self.nproc):
                 self._start_rank(rank)
 

@@ -87,10 +87,6 @@ def _is_listening(descriptor: int) -> bool:
         opened.detach()
 
 
-# The name of earlier releases, until 1.0.
-leave_process_group = init_worker
-
-
 def machine_id() -> str:
     """Identifies the host or container within which process numbers and 127.0.0.1 mean the same."""
     try:

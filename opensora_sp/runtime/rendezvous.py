@@ -19,7 +19,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from opensora_sp.json_reader import parse_json
@@ -227,14 +226,6 @@ class Rendezvous:
             "look at the output of the other hosts, start them, or give slow ones more time with "
             f"{JOIN_TIMEOUT}=SECONDS"
         )
-
-
-def connect_ranks(device: torch.device) -> None:
-    """Let the backend connect all ranks; NCCL does so in its first collective. Collective.
-
-    Not by ``barrier``: before that, torch guesses the devices of NCCL's ranks there.
-    """
-    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def _open_store(launch: Launch, timeout: float) -> dist.Store:

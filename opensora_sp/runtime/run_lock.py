@@ -1,9 +1,8 @@
-"""One run for each folder: a lock file that names the process which holds it.
+"""One run for each folder: rank 0 holds an ``flock`` on a file there, which names the process.
 
-The file is made by link(2), which is atomic on NFS as well, and appears with its content. Its time
-of modification is the holder's heartbeat. Whether the holder still runs is known at once on its own
-host, by process number and start time. On other hosts the heartbeats are watched, so no clocks are
-compared.
+The kernel releases the lock when its process ends, whatever it dies of. Some network file systems
+keep ``flock`` within one host. There the file's time of modification counts, the holder's
+heartbeat; it is watched for a while, so no clocks are compared.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
-
 from opensora_sp.error_file import write_error_file
 from opensora_sp.json_reader import parse_json
-from opensora_sp.launchers import is_alive
 from opensora_sp.polling import wait_until
 from opensora_sp.regular_file import open_regular
 
@@ -40,7 +36,7 @@ LOOK_INTERVAL = 1.0  # seconds from one look at the lock of another run to the n
 TAKEN_LOOKS = 2  # in a row that find another holder, after which a run ends
 END_TIMEOUT = 10.0  # seconds to report why the process ends
 MAX_BYTES = 10_000  # that are read of a lock
-NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 
 
 @dataclass(frozen=True)
@@ -49,87 +45,36 @@ class Holder:
 
     Attributes:
         machine: see ``machine_id``.
-        started: see ``start_of``.
         since: when it took the lock, for people.
     """
 
     host: str
     machine: str
     pid: int
-    started: int
     since: str
 
     @classmethod
     def of_this_process(cls) -> Holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        pid = os.getpid()
-        return cls(os.uname().nodename, machine_id(), pid, start_of(pid), since)
+        return cls(os.uname().nodename, machine_id(), os.getpid(), since)
+
+    @classmethod
+    def read(cls, path: Path) -> Holder | None:
+        """Read a lock file; None if its content is not that of a lock.
+
+        Raises:
+            FileNotFoundError: if there is none.
+        """
+        # Opening a file lets NFS ask for its state, which is cached otherwise.
+        with open_regular(path) as file:
+            text = file.read(MAX_BYTES)
+        with suppress(ValueError, TypeError):
+            return cls(**parse_json(text, str(path)))
+        return None
 
     @property
     def is_local(self) -> bool:
         return self.machine == machine_id()
-
-    def is_running(self) -> bool:
-        """Whether the process runs; of a process on this host."""
-        with suppress(psutil.Error):
-            return is_alive(psutil.Process(self.pid)) and start_of(self.pid) == self.started
-        return False
-
-
-def start_of(pid: int) -> int:
-    """When a process was started, in clock ticks since boot: a time of day moves with the clock.
-
-    In seconds since 1970 where there is no ``/proc``.
-
-    Raises:
-        psutil.NoSuchProcess: if it has ended.
-    """
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[19])  # field 22, see proc(5)
-    return int(psutil.Process(pid).create_time())
-
-
-@dataclass(frozen=True)
-class Found:
-    """A lock file as it was read: which file it is, its last heartbeat, and who wrote it."""
-
-    inode: int
-    heartbeat: int
-    holder: Holder | None  # None if the content is not that of a lock
-
-    @classmethod
-    def read(cls, path: Path) -> Found | None:
-        """Read a lock; None if there is none."""
-        try:
-            # Opening a file lets NFS ask for its state, which is cached otherwise.
-            with open_regular(path) as file:
-                status, text = os.fstat(file.fileno()), file.read(MAX_BYTES)
-        except FileNotFoundError:
-            return None
-
-        holder = None
-        with suppress(ValueError, TypeError):
-            holder = Holder(**parse_json(text, str(path)))
-        return cls(status.st_ino, status.st_mtime_ns, holder)
-
-    @property
-    def name(self) -> str:
-        holder = self.holder
-        return "another run" if holder is None else f"process {holder.pid} of {holder.host}"
-
-    @property
-    def since(self) -> str:
-        return "" if self.holder is None else f" since {self.holder.since}"
-
-    @property
-    def is_local(self) -> bool:
-        return self.holder is not None and self.holder.is_local
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is known that the holder has ended, as it is on its own host."""
-        return self.holder is not None and self.holder.is_local and not self.holder.is_running()
 
 
 class RunLock:
@@ -137,7 +82,7 @@ class RunLock:
 
     On entry it waits for a run that is just ending. A thread writes the heartbeats, makes a lock
     that was removed again, and ends the process if another run has taken it. Where the folder's
-    disk has no hard links, a warning is logged and the folder is not locked.
+    file system has no locks, a warning is logged and the folder is not locked.
 
     Raises:
         ValueError: on entry, if another run still holds the folder after ``LOCAL_WAIT`` (a process
@@ -147,13 +92,13 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / LOCK
         self._holder = Holder.of_this_process()
-        self._is_locked = False
+        self._descriptor: int | None = None  # of the locked file
         self._released = threading.Event()
 
     def __enter__(self) -> RunLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            while not self._link():
+            if not self._lock():
                 self._await_release()
         except OSError as error:
             raise ValueError(
@@ -162,88 +107,87 @@ class RunLock:
                 "another --cfg-options outputs=..."
             ) from None
 
-        if self._is_locked:
+        if self._descriptor is not None:
             threading.Thread(target=self._write_heartbeats, name="run lock", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._released.set()
-        # A lock that cannot be removed is stale when this process has ended.
+        if self._descriptor is None:
+            return
+        # The kernel releases a lock that cannot be removed when this process ends.
         with suppress(OSError):
-            if self._is_held():
+            if Holder.read(self.path) == self._holder:
                 self.path.unlink()
+        # Workers that were forked meanwhile share the lock, which ends for them too.
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = None
 
-    def _link(self) -> bool:
-        """Make the lock file unless there is one; returns whether this process may continue."""
-        own = self.folder / f".{LOCK}.{self._holder.host}.{self._holder.pid}"
+    def _lock(self, *, stale: bool = False) -> bool:
+        """Take the lock if it is free; returns whether this process may continue.
+
+        Args:
+            stale: whether a process of another host that the file names has ended.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self.path, flags, 0o644)
         try:
-            own.write_text(json.dumps(asdict(self._holder)), encoding="utf-8")
-            os.link(own, self.path)
-            self._is_locked = True
-        except FileExistsError:
-            # NFS reports this as well where the answer to the first request was lost.
-            self._is_locked = own.stat().st_nlink > 1
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The former holder removes the file that it has locked.
+            if os.fstat(descriptor).st_ino != self.path.stat().st_ino:
+                raise BlockingIOError
+            former = Holder.read(self.path)
+            if not (stale or former is None or former.is_local):
+                raise BlockingIOError
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
+        except (BlockingIOError, FileNotFoundError):
+            os.close(descriptor)
+            return False
         except OSError as error:
-            if error.errno not in NO_HARD_LINKS:
+            os.close(descriptor)
+            if error.errno not in NO_LOCKS:
                 raise
             logger.warning("%s is not locked against a second run: %s", self.folder, error)
             return True
-        finally:
-            own.unlink(missing_ok=True)
-        return self._is_locked
+
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
+        return True
 
     def _await_release(self) -> None:
-        """Return where the lock was released, or is stale and removed.
+        """Return once this process has the lock.
 
         Raises:
-            ValueError: if the process that holds it still runs after the wait.
+            ValueError: if another one still holds it after the wait.
         """
-        found = Found.read(self.path)
-        if found is None:
-            return
-        if found.has_ended:
-            return self._remove(found)
-
-        timeout = LOCAL_WAIT if found.is_local else STALE_AFTER
-        holder = found.name + found.since
+        before = self._look()
+        holder = before[0] if before else None
+        timeout = LOCAL_WAIT if holder is None or holder.is_local else STALE_AFTER
         logger.warning(
-            "%s is locked by %s; waiting up to %g s for its end", self.folder, holder, timeout
+            "%s is locked by %s; waiting up to %g s for its end",
+            self.folder,
+            "".join(_describe(holder)),
+            timeout,
         )
-        if wait_until(lambda: self._is_released_by(found), timeout, LOOK_INTERVAL):
+        if wait_until(self._lock, timeout, LOOK_INTERVAL):
             return
-
-        now = Found.read(self.path)
-        if now == found and not found.is_local:
-            self._remove(found)
-        elif now is not None:
-            raise self._refusal(now)
-
-    def _is_released_by(self, found: Found) -> bool:
-        now = Found.read(self.path)
-        return now is None or now.holder != found.holder or now.has_ended
-
-    def _refusal(self, found: Found) -> ValueError:
-        return ValueError(
-            f"got outputs {str(self.folder)!r}, which {found.name} holds{found.since}; expected "
-            "one run for each folder; wait for that run or end it, or pass another "
-            "--cfg-options outputs=..."
+        if self._look() == before and self._lock(stale=True):
+            return
+        now = self._look()
+        name, since = _describe(now[0] if now else holder)
+        raise ValueError(
+            f"got outputs {str(self.folder)!r}, which {name} holds{since}; expected one run for "
+            "each folder; wait for that run or end it, or pass another --cfg-options outputs=..."
         )
 
-    def _remove(self, stale: Found) -> None:
-        """Remove a stale lock, unless another start has replaced it by its own meanwhile."""
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            # On NFS folders have no such lock. There, a run that loses its own is ended.
-            with suppress(OSError):
-                fcntl.flock(folder, fcntl.LOCK_EX)
-            if Found.read(self.path) == stale:
-                self.path.unlink(missing_ok=True)
-        finally:
-            os.close(folder)
-
-    def _is_held(self) -> bool:
-        found = Found.read(self.path)
-        return found is not None and found.holder == self._holder
+    def _look(self) -> tuple[Holder | None, int] | None:
+        """Who holds the lock and its last heartbeat; None if there is no file."""
+        with suppress(FileNotFoundError):
+            return Holder.read(self.path), self.path.stat().st_mtime_ns
+        return None
 
     def _write_heartbeats(self) -> None:
         taken = 0
@@ -258,16 +202,14 @@ class RunLock:
 
     def _is_taken(self) -> bool:
         """Whether another run holds the lock; a heartbeat where none does."""
-        found = Found.read(self.path)
-        if found is None:
+        try:
+            if Holder.read(self.path) != self._holder:
+                return True
+            os.utime(self.path)
+        except FileNotFoundError:
             # A folder that is moved or mounted again is absent for a while.
-            if self._link():
+            if self.folder.is_dir() and self._lock():
                 logger.warning("%s was removed; this run has made it again", self.path)
-            return False
-
-        if found.holder != self._holder:
-            return True
-        os.utime(self.path)
         return False
 
     def _end_process(self) -> NoReturn:
@@ -281,3 +223,10 @@ class RunLock:
             write_error_file(reason)
             logging.shutdown()  # flushes
         os._exit(1)
+
+
+def _describe(holder: Holder | None) -> tuple[str, str]:
+    """The name of a holder, and since when it holds the lock, where these are known."""
+    if holder is None:
+        return "another run", ""
+    return f"process {holder.pid} of {holder.host}", f" since {holder.since}"

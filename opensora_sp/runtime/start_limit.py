@@ -52,12 +52,6 @@ class StartLimit:
         self._ended = threading.Event()
         self._main_thread = threading.get_ident()
 
-    @classmethod
-    def after(cls, rendezvous: BoundedStore | None) -> StartLimit:
-        """For the process group that is made after ``join_rendezvous``, which returns the store."""
-        rank, world_size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
-        return cls(None if rendezvous is None else rendezvous.store, rank, world_size)
-
     def __enter__(self) -> None:
         if self._store is not None:
             threading.Thread(target=self._run, name="start limit", daemon=True).start()

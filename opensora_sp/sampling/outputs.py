@@ -207,8 +207,6 @@ def facts_of(
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}
-    # Of the sequence-parallel options, only this one changes the result.
-    facts["config"]["comm_dtype"] = cfg.sequence_parallel.comm_dtype
     return json.loads(json.dumps(facts))
 
 

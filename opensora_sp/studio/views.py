@@ -9,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from opensora_sp.training.curves import CURVES, picture
+from opensora_sp.training.curves import CURVES, RunRecord, picture
 from opensora_sp.training.metrics import RANKS, collecting_cycles
-from opensora_sp.training.report import RunRecord
 from opensora_sp.training.validation import VIDEOS
 
 from .folders import modified, video_of

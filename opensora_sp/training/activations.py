@@ -64,7 +64,7 @@ class ActivationBudget:
         self.memory = free_memory(mesh, device, reserved)
         # Of each process, before it pins any.
         self._of_host = _smallest(_share_of_host(psutil.virtual_memory().available), device)
-        self._run = estimator_of(cfg, module, mesh, self.memory, device, options)
+        self._run = estimator_of(cfg, mesh, self.memory, device, options)
         names = [name for name in batches_by_name(cfg) if buckets is None or name in buckets]
         self._plan(names)
 
@@ -136,7 +136,6 @@ class ActivationBudget:
 
 def estimator_of(
     cfg: TrainConfig,
-    module: ConditionedModel,
     mesh: SequenceMesh,
     memory: float,
     device: torch.device,
@@ -150,8 +149,6 @@ def estimator_of(
         # Those that all ranks have verified: a kernel that failed runs in plain torch, which keeps
         # more.
         run.kernels = current_kernels()
-    # Blocks that failed verification run in eager mode, which keeps more.
-    run.compiles = module.compile_backend is not None
     return run
 
 

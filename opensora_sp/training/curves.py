@@ -1,6 +1,7 @@
-"""Plots of training runs, one function for each; several runs may share one.
+"""Records and plots of training runs, read from their folders, also while they train.
 
-Each draws a run into axes whose x is the optimizer step, unless it says otherwise.
+Several runs may share a plot. Each function draws a run into axes whose x is the optimizer step,
+unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -8,17 +9,56 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .metrics import RANKS, plot_loss, read_lines
-from .report import RunRecord
+
+OLDER = 8  # validations whose losses by timestep are drawn
+INSIDE, BELOW = 8, 40  # labels that a legend has at most, in the axes and below them
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a run's folder: metrics by step, sessions (one for each start), validations."""
+
+    folder: Path
+    lines: list[dict[str, Any]]
+    sessions: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """Raises ValueError if the folder is not one of a run, or nothing has been logged yet."""
+        if not (folder / "metrics.jsonl").is_file():
+            raise ValueError(
+                f"got {str(folder)!r}, which holds no metrics.jsonl; expected the folder of a "
+                "training run; pass outputs of its config"
+            )
+
+        run = cls(
+            folder,
+            lines=read_lines(folder / "metrics.jsonl"),
+            sessions=read_lines(folder / "sessions.jsonl"),
+            validations=read_lines(folder / "validation.jsonl"),
+        )
+        if not (run.lines and run.sessions):
+            raise ValueError(
+                f"got {str(folder)!r}, where no step has been logged yet; expected at least one; "
+                "wait for log_every steps"
+            )
+        return run
+
+    def column(self, key: str) -> np.ndarray:
+        """A number of each line; NaN where it was not measured."""
+        return np.array([line.get(key) for line in self.lines], dtype=float)
+
 
 Draw = Callable[[Any, RunRecord, str], None]
 """``draw(axes, run, color)``"""
-OLDER = 8  # validations whose losses by timestep are drawn
-INSIDE, BELOW = 8, 40  # labels that a legend has at most, in the axes and below them
 
 
 def picture(title: str, runs: Sequence[RunRecord]) -> str:

@@ -64,7 +64,7 @@ def make_rank_batches(
     # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
     if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
         memory = free_memory(mesh, encoder.device, reserved)
-        run = estimator_of(cfg, encoder.model, mesh, memory, encoder.device, work.options)
+        run = estimator_of(cfg, mesh, memory, encoder.device, work.options)
         options["least_ranks"] = _least_ranks(cfg, mesh, run, memory, buckets_with_clips(plan))
     return ScheduledBatches(
         plan,

@@ -16,7 +16,6 @@ from opensora_sp.config.unused import unused_settings
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import FP8_LAUNCHES
 from opensora_sp.parallel.strategies import (
     SwitchRows,
     chunk_costs,
@@ -73,7 +72,7 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
 
 
 def describe_exchanges(trainer: Trainer) -> list[str]:
-    """Whether exchanges are sent in fp8 and in chunks, and why; nothing on one rank to a batch.
+    """Whether exchanges are sent in chunks, and why; nothing on one rank to a batch.
 
     Where a degree is chosen for each micro-batch, there is a line on chunks for each degree.
     """
@@ -81,13 +80,7 @@ def describe_exchanges(trainer: Trainer) -> list[str]:
     if mesh.sp_size == 1:
         return []
 
-    scaling = FP8_LAUNCHES * options.cost_model.launch
-    fp8 = (
-        f"{'on' if options.comm_dtype == 'fp8' else 'off'} (opt-in by placement='branch', "
-        "comm_dtype='fp8'): it rounds gradients, by about 2%, and scaling takes "
-        f"{FP8_LAUNCHES} launches an exchange, {scaling * 1e3:.2g} ms"
-    )
-    lines = [f"exchanges in fp8: {fp8}"]
+    lines = list[str]()
     degrees = [size for size in group_sizes(mesh.family) if size > 1]
     for degree in degrees:
         where = f" on {degree} ranks" if len(degrees) > 1 else ""

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
-from opensora_sp.device_verification import choose_compiled, choose_kernels, warn_of_changes
+from opensora_sp.device_verification import choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.batch import Batch, BatchMaker
@@ -31,7 +31,7 @@ from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.compile import compile_as_set, reporting_compilation
+from opensora_sp.models.compile import compile_blocks, reporting_compilation
 from opensora_sp.parallel import CommLedger
 from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime import Watchdog, init_worker
@@ -90,9 +90,9 @@ class Trainer:
 
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
-        kernels = choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device)
-        compile_as_set(self.module, cfg.compile, device.type, kernels)
-        self.kernels = kernels | choose_compiled(self.module, dtype=dtype, device=device)
+        self.kernels = choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device)
+        if cfg.compile == "blocks":
+            compile_blocks(self.module)
         # Checkpoints of adapters hold nothing else.
         fixed = fixed_tensors(self.module) if cfg.lora is None else {}
         trained = [p for p in self.module.parameters() if p.requires_grad]

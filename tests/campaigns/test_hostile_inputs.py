@@ -54,7 +54,7 @@ from opensora_sp.data.cache_files import Shard as CacheShard
 from opensora_sp.data.cache_files import ShardContent, file_checksum, index_of, sealed
 from opensora_sp.data.video import probe
 from opensora_sp.models import build_model
-from opensora_sp.runtime.run_lock import Found
+from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.conditioning import parse_prompt
 from opensora_sp.sampling.requests import check_requests, requests_of
@@ -625,14 +625,14 @@ def files_of_a_run(attack: Attack) -> Reader:
     line = {"step": 1, "loss": 1.0, "lr": 1e-4}
     lines = [hostile_json(attack, line)[:3_000_000] for _ in range(4)]
     place(attack, "metrics.jsonl", b"\n".join(lines) + b"\n")
-    holder = {"host": "a", "pid": 1, "started": 1, "since": "now", "container": ""}
+    holder = {"host": "a", "machine": "b", "pid": 1, "since": "now"}
     place(attack, "run.lock", hostile_json(attack, holder))
 
     def read() -> None:
         try:
             read_metrics(attack.folder)
         finally:
-            Found.read(attack.folder / "run.lock")
+            Holder.read(attack.folder / "run.lock")
 
     return read
 

@@ -15,23 +15,18 @@ pytestmark = requires_stub
 # Launches of a pair; traffic per block of all but matrix products and attention.
 BOUNDS = {"forward": (78, 46.6), "backward": (199, 138.9)}
 BOUNDS_WITH_KERNELS = {"forward": (30, 24.1), "backward": (80, 37.7)}
-# Compiled parts take tokens in their own layout, so that all blocks of a kind have one graph.
-BOUNDS_COMPILED = {"forward": (32, 26.1), "backward": (84, 39.1)}
 SWITCH = 8  # of a pair: two switches, each of which packs and places its tokens once
 
 
 @pytest.mark.parametrize(
-    ("kernels", "compiled", "bounds"),
+    ("kernels", "bounds"),
     [
-        ("torch", False, BOUNDS),
-        pytest.param("triton", False, BOUNDS_WITH_KERNELS, marks=pytest.mark.slow),
-        pytest.param("triton", True, BOUNDS_COMPILED, marks=pytest.mark.grid),
+        ("torch", BOUNDS),
+        pytest.param("triton", BOUNDS_WITH_KERNELS, marks=pytest.mark.slow),
     ],
 )
-def test_a_pair_of_blocks_on_one_clip(
-    kernels: str, compiled: bool, bounds: dict[str, tuple[int, float]]
-) -> None:
-    options = dict(frames=64, patches=1024, kernels=kernels, compiled=compiled)
+def test_a_pair_of_blocks_on_one_clip(kernels: str, bounds: dict[str, tuple[int, float]]) -> None:
+    options = dict(frames=64, patches=1024, kernels=kernels)
     for name, costs in pair_costs(**options).items():
         launches, traffic = bounds[name]
         assert costs.launches <= launches
@@ -39,14 +34,11 @@ def test_a_pair_of_blocks_on_one_clip(
         assert "switch" not in costs.activations  # no table is gathered, no token sent
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.grid)],
-)
-def test_without_gradients_gelu_is_part_of_the_product(compiled: bool) -> None:
+@pytest.mark.slow
+def test_without_gradients_gelu_is_part_of_the_product() -> None:
     """Of a block it reads and writes 8 activations in training, by a kernel of its own."""
-    launches, traffic = (BOUNDS_COMPILED if compiled else BOUNDS_WITH_KERNELS)["forward"]
-    options = dict(frames=64, patches=1024, kernels="triton", compiled=compiled)
+    launches, traffic = BOUNDS_WITH_KERNELS["forward"]
+    options = dict(frames=64, patches=1024, kernels="triton")
     forward = pair_costs(**options, training=False)["forward"]
     assert forward.launches <= launches - 2
     assert forward.activations["elementwise"] / 2 <= traffic - 8

@@ -1,4 +1,4 @@
-"""Attention on CUDA's code paths: what is compiled, and which kernels run in which grids.
+"""Attention on CUDA's code paths: which kernels run in which grids.
 
 The functions that run under the stub are at the top level of this file; names begin with `on_`.
 """
@@ -9,10 +9,9 @@ import math
 
 import pytest
 import torch
-from cuda_cases import cache
 from cuda_stub import Recording, phase, requires_stub, run_on_stub
 
-from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
 from opensora_sp.models.conditioning import Text
 
@@ -30,41 +29,6 @@ def step(model: torch.nn.Module, text_lengths: tuple[int, ...]) -> None:
     text = Text(tokens.requires_grad_(), list(text_lengths))
     timestep = torch.full((len(text_lengths),), 500.0, device="cuda")
     model(x, timestep, text).square().mean().backward()
-
-
-def on_compiled_blocks(config: dict, backend: str) -> tuple[int, list[str]]:
-    """Graphs compiled, and why graphs ended."""
-    from torch._dynamo.utils import counters
-
-    model = build_model("STDiT3", **SMALL, **config).cuda().bfloat16()
-    compile_blocks(model, backend=backend)
-    for checkpointing in (False, True):
-        model.set_grad_checkpoint(checkpointing)
-        phase("checkpointing" if checkpointing else "plain")
-        step(model, TEXTS)
-    phase("after")
-    found = counters["stats"]["unique_graphs"], list(counters["graph_break"])
-
-    # The same names serve eager code afterwards.
-    phase("eager")
-    q = torch.zeros(3, 8, HEADS, WIDTH // HEADS, device="cuda", dtype=torch.bfloat16)
-    attention(q, q, q)
-    return found
-
-
-@pytest.mark.slow
-def test_inductor_compiles_the_blocks() -> None:
-    """A compiled model's step runs Triton's kernels, and FlashAttention in each self-attention."""
-    recording = run_on_stub(on_compiled_blocks, {}, "inductor", timeout=600, env=cache())
-
-    graphs, breaks = recording.result
-    assert graphs == 2  # of a spatial and of a temporal part; see test_compile.py
-    assert not breaks
-    for name in ("plain", "checkpointing"):
-        kernels = recording.in_phase(name).kernels()
-        assert any(kernel.startswith("triton_") for kernel in kernels), kernels
-        assert not any("softmax" in kernel for kernel in kernels), kernels
-    assert recording.in_phase("eager").kernels()["pytorch_flash::flash_fwd_kernel"] == 1
 
 
 def on_cross_attention(queries: list[int], keys: list[int], dtype_name: str = "bfloat16") -> None:

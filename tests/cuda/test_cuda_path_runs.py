@@ -85,7 +85,7 @@ def on_training(config):
     join(world=2)
     options = ["precision=bf16", "max_steps=3", "ckpt_every=100", "num_workers=0", "log_every=1"]
     # Values on the stub are none: nothing could be verified.
-    options += ["kernels=torch", "compile=None"]
+    options += ["kernels=torch"]
     cfg = load_train_config(config, options)
     run = Trainer(cfg, *preflight(cfg, None, None), current_device())
     one_step, read = run._step, PendingOutcome.read

@@ -14,7 +14,6 @@ STRATEGIES = {
     "ulysses": dict(strategy="ulysses"),
     "split_gather": dict(strategy="split_gather"),
     "branch": dict(placement="branch"),
-    "branch fp8": dict(placement="branch", comm_dtype="fp8"),
     "chunks": dict(overlap_chunks=CHUNKS),
     "overlapped backward": dict(overlap_backward=True),
     "chunks, overlapped backward": dict(overlap_chunks=CHUNKS, overlap_backward=True),

@@ -20,7 +20,7 @@ pytestmark = [requires_stub, pytest.mark.slow]
 # Nothing is logged or saved meanwhile.
 QUIET = ["max_steps=8", "ckpt_every=100", "log_every=100", "num_workers=0"]
 # Values on the stub are none: nothing could be verified.
-QUIET += ["kernels=torch", "compile=None"]
+QUIET += ["kernels=torch"]
 # Steps before have allocated memory, and tables of each shape.
 STEADY = (5, 6)
 

@@ -126,10 +126,7 @@ def test_gelu_goes_into_the_product_where_nothing_is_kept_for_backward():
 
 
 def train(config, setting):
-    """A step with each of the kernels set; verification, which has no values here, is left out.
-
-    ``compile`` has its default, which compiles no blocks where all kernels run.
-    """
+    """A step with each of the kernels set; verification, which has no values here, is left out."""
     from opensora_sp.plugin import current_device
     from opensora_sp.training.preflight import preflight
     from opensora_sp.training.trainer import Trainer
@@ -137,8 +134,6 @@ def train(config, setting):
     kernels.verify_kernel = lambda *args: []
     join(world=2)
     options = ["precision=bf16", "num_workers=0", f"kernels={setting}"]
-    if setting == "torch":
-        options.append("compile=None")
     cfg = load_train_config(config, options)
     run = Trainer(cfg, *preflight(cfg, None, None), current_device())
     phase("step")

@@ -59,7 +59,6 @@ def config(resolution: str) -> InferenceConfig:
         scheduler=dict(num_sampling_steps=1, use_timestep_transform=True),
         prompts=["a dog runs along a beach"],
         sp_size=1,
-        compile=None,
         # Values on the stub are none: nothing could be verified.
         kernels="torch",
     )
@@ -70,6 +69,8 @@ def on_host(cls: type[FrozenEncoder], options: dict[str, Any]) -> Any:
     values = {key: value for key, value in options.items() if key != "type"}
     encoder = cls.planned(**values)
     encoder.to_empty(device="cpu")
+    if isinstance(encoder, T5TextEncoder):
+        encoder.t5.tie_weights()
     encoder.offload = values.get("offload", False)
     return encoder.to("cuda")
 
@@ -80,11 +81,7 @@ def on_sampling(resolution: str, memory: float) -> list[int]:
     requests = requests_of(cfg)
     placed = place_encoders(cfg, Groups(1, [[requests]], ""), memory)
     text, vae = on_host(T5TextEncoder, placed.text_encoder), on_host(OpenSoraVAE, placed.vae)
-    tokens = SimpleNamespace(
-        input_ids=torch.ones(1, 300, dtype=torch.int64),
-        attention_mask=torch.ones(1, 300, dtype=torch.int64),
-    )
-    text.tokenizer = lambda texts, **_: tokens
+    text.tokenizer = lambda text: [1] * 300
     with torch.device("meta"):
         model = build_model("STDiT3-XL/2", qk_norm=True).to(torch.bfloat16)
     model = model.to_empty(device="cuda").requires_grad_(False).eval()

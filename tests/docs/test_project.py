@@ -160,11 +160,14 @@ def test_no_test_file_imports_another() -> None:
 def test_ci_runs_every_test_but_the_grids_and_begins_with_make_test() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "FAST := not slow and not grid\nSLOW := slow and not grid\n" in makefile
-    assert "\ntest-all: test\n" in makefile
+    assert "\ntest-all: test test-slow test-serial\n" in makefile
     assert '\ntest: $(VENV)/.installed\n\t$(PARALLEL) -m "$(FAST)"\n' in makefile
-    slow = '$(PARALLEL) -m "$(SLOW) and not serial"\n\t$(PYTEST) -m "$(SLOW) and serial"\n'
-    assert slow in makefile
-    assert "make test-all" in (ROOT / ".ci/run").read_text().splitlines()
+    assert (
+        '\ntest-slow: $(VENV)/.installed\n\t$(PARALLEL) -m "$(SLOW) and not serial"\n' in makefile
+    )
+    assert '\ntest-serial: $(VENV)/.installed\n\t$(PYTEST) -m "$(SLOW) and serial"\n' in makefile
+    tiers = re.findall(r"^tier make (.*)$", (ROOT / ".ci/run").read_text(), re.M)
+    assert tiers == ["test", "test-slow", "test-serial"]
 
 
 def test_mutations_fit_the_code_and_their_tests_exist(monkeypatch: pytest.MonkeyPatch) -> None:

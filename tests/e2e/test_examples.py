@@ -71,4 +71,4 @@ def test_the_examples_run_in_their_order(tmp_path: Path) -> None:
     assert "configs/_base_/demo_model.py" in printed["config"]
     assert (project / "weights" / "first" / "config.json").is_file()
     assert "opensora-sp studio" in printed["studio"] and "outputs/first" in printed["studio"]
-    assert (run / "report.html").is_file() and "checks passed" in printed["doctor"]
+    assert "checks passed" in printed["doctor"]

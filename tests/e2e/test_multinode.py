@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hosts
 import pytest
 from hosts import Host
-from launched import LaunchedRanks
 from polling import wait_until
 from ranks import run_ranks
 from runs import losses, write_training
 
 from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
-from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.plugin import launch
-from opensora_sp.runtime.rendezvous import Rendezvous
 from opensora_sp.training import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
@@ -169,44 +161,3 @@ def test_what_one_host_lacks_is_reported_by_the_ranks_of_all(
     assert f"error (rank 1): {lacking}" in done.stderr, done.stderr
     assert f"error (rank 0): rank 1 (beta) cannot start: {lacking}" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
-
-
-OTHER_NETWORK = "10.78.0"
-
-
-def test_ranks_join_although_a_route_comes_back_late(pair: list[Host], tmp_path: Path) -> None:
-    """Beta does not reach gloo's address of alpha at first, but it does reach the store."""
-    for number, host in enumerate(pair, start=1):
-        host.run("ip", "address", "add", f"{OTHER_NETWORK}.{number}/24", "dev", "eth0")
-
-    enter = partial(enter_host, [host.pid for host in pair])
-    ranks = LaunchedRanks(tmp_path, 2, join_without_route, pair[0].address, enter=enter)
-    try:
-        ranks.await_end(range(2), 60)
-        assert [process.exitcode for process in ranks.processes] == [0, 0], ranks.texts()
-    finally:
-        ranks.kill()
-
-
-def enter_host(pids: list[int], rank: int) -> dict[str, str]:
-    hosts.enter_network(pids[rank])
-    of_host = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return {"MASTER_ADDR": f"{OTHER_NETWORK}.1", "GLOO_SOCKET_IFNAME": "eth0", **of_host}
-
-
-def join_without_route(alpha: str) -> None:
-    """In a rank: join a process group; from the rendezvous on, the route is missing for 2 s."""
-    join = Rendezvous.join
-
-    def route(do: str) -> None:
-        subprocess.run(["ip", "route", do, "unreachable", f"{alpha}/32"], check=True)
-
-    def lose_route_and_join(self: Rendezvous, *args: Any) -> None:
-        if self.launch.rank == 1:
-            route("add")
-            threading.Timer(2.0, route, ["delete"]).start()
-        join(self, *args)
-
-    Rendezvous.join = lose_route_and_join
-    launch(seed=0)
-    shutdown_process_group()

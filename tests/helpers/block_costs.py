@@ -3,9 +3,8 @@
     costs = pair_costs(frames=64, patches=1024)
     costs["forward"].launches
 
-Operators count with what they are given and return, and inductor's kernels with what their pointer
-arguments point to. A model of two pairs less a model of one: what embedders and the final layer do
-cancels. Nothing is computed, so any size takes the same seconds.
+Operators count with what they are given and return. A model of two pairs less a model of one: what
+embedders and the final layer do cancels. Nothing is computed, so any size takes the same seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 PHASES = ("forward", "backward")
 MATRIX_PRODUCTS = {"mm", "addmm", "_addmm_activation", "bmm", "baddbmm"}
 ATTENTION = (
-    "packed_attention",
     "_scaled_dot_product",
     "_flash_attention",
     "_efficient_attention",
@@ -71,21 +69,14 @@ class OperatorBytes(TorchDispatchMode):
             self.add(kind_of(name), -size_of([args[WITHOUT_VALUES[name]]]) // 3)
         return result
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Dynamo leaves functions alone inside of other modes."""
-        return True
-
     def add(self, kind: str, moved: int) -> None:
         if self.phase in self.bytes:
             self.bytes[self.phase][kind] += moved
 
     @contextmanager
     def seeing_inside(self) -> Iterator[None]:
-        """Count what operators hide as well: copies that own kernels need, inductor's kernels."""
-        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-        contiguous, run = Tensor.contiguous, CachingAutotuner.run
+        """Count what operators hide as well: copies that kernels need."""
+        contiguous = Tensor.contiguous
 
         def copy(x: Tensor, *args: Any, **options: Any) -> Tensor:
             # Outside of operators the mode sees the copy itself.
@@ -93,15 +84,7 @@ class OperatorBytes(TorchDispatchMode):
                 self.add("elementwise", 2 * size_of([x]))
             return contiguous(x, *args, **options)
 
-        def launch(kernel: Any, *args: Any, **options: Any) -> Any:
-            names = kernel.fn.arg_names
-            for name, value in zip(names, args, strict=False):
-                if isinstance(value, Tensor):
-                    self.add("elementwise", size_of([value]) * (2 if "in_out" in name else 1))
-            return run(kernel, *args, **options)
-
-        watched = mock.patch.object(CachingAutotuner, "run", launch)
-        with mock.patch.object(Tensor, "contiguous", copy), watched:
+        with mock.patch.object(Tensor, "contiguous", copy):
             yield
 
 
@@ -167,7 +150,6 @@ def pair_costs(
     patches: int,
     samples: int = 1,
     kernels: str = "torch",
-    compiled: bool = False,
     training: bool = True,
     **options: Any,
 ) -> dict[str, Costs]:
@@ -176,7 +158,7 @@ def pair_costs(
     `kernels`: as in `set_kernels`. Without `training` there are no gradients, and no backward
     pass. Launches include copies and memsets.
     """
-    setting = kernels, compiled, training
+    setting = kernels, training
     runs = {
         depth: run_on_stub(
             on_step,
@@ -206,14 +188,14 @@ def all_launched(recording: Recording) -> int:
 def on_step(
     depth: int,
     size: tuple[int, int, int],
-    setting: tuple[str, bool, bool],
+    setting: tuple[str, bool],
     options: dict[str, Any],
 ) -> dict[str, Counter[str]]:
     """One forward pass, in training a backward pass too; the bytes that its operators move."""
-    from opensora_sp.models import build_model, compile_blocks
+    from opensora_sp.models import build_model
     from opensora_sp.models.kernels import set_kernels
 
-    (frames, patches, samples), (kernels, compiled, training) = size, setting
+    (frames, patches, samples), (kernels, training) = size, setting
     set_kernels(kernels)
     model = build_model("STDiT3-XL/2", depth=depth, **options).to("cuda", torch.bfloat16)
     # Frames of one line of patches; of 2 x 2 positions each.
@@ -222,19 +204,11 @@ def on_step(
     timestep = torch.full((samples,), 500.0, device="cuda")
 
     counter = OperatorBytes()
-    with counter.seeing_inside(), torch.set_grad_enabled(training):
-        if compiled:
-            compile_blocks(model)
-            loss = model(x, timestep, y).square().mean()
-            if training:
-                loss.backward()
-                model.zero_grad()
-
-        with counter:
-            counter.begin("forward")
-            loss = model(x, timestep, y).square().mean()
-            counter.begin("backward")
-            if training:
-                loss.backward()
-            counter.begin("end")
+    with counter.seeing_inside(), torch.set_grad_enabled(training), counter:
+        counter.begin("forward")
+        loss = model(x, timestep, y).square().mean()
+        counter.begin("backward")
+        if training:
+            loss.backward()
+        counter.begin("end")
     return counter.bytes

@@ -21,7 +21,6 @@ from runs import BIN, ROOT
 
 TOOLS = ("ip", "unshare", "nsenter", "setpriv", "ssh-keygen")
 NETWORK = "10.77.0"
-NOBODY = f"{NETWORK}.99"  # an address that no host has
 UNSHARED = (
     "--net",
     "--uts",

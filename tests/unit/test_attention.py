@@ -350,7 +350,7 @@ def test_flash_attn_3_gets_keys_of_its_own(
 def test_flash_attn_3_runs_between_graphs(
     flash3: StandIn3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first builds cannot be traced; many rows take several calls."""
+    """As all kernels do; many rows take several calls."""
     monkeypatch.setattr(module, "MAX_ROWS", 2)
     backend = module.Backend("flash3")
 
@@ -515,7 +515,7 @@ def test_torch_stands_in_with_a_kernel_that_takes_the_heads(
     expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For packed tokens in compiled code, whatever takes those of eager mode."""
+    """For packed tokens, by torch's kernel for them."""
     monkeypatch.setattr(Platform, "of", lambda device, deterministic: platform)
     uncached = module._torch_varlen_kernel.__wrapped__
     monkeypatch.setattr(module, "_torch_varlen_kernel", uncached)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,30 @@ def test_diffusers_own_step_takes_the_same_path() -> None:
     wanted = flow.sample(velocity, z, geometry=geometry)
     assert (x - wanted).abs().max() < 1e-5 and (wanted - z).abs().max() > 0.1
 
-    # The class of diffusers has other noise levels, and takes none.
+    # The class of diffusers takes the same steps at noise levels that are passed.
     plain = FlowMatchEulerDiscreteScheduler()
-    plain.set_timesteps(7)
-    assert (plain.timesteps - scheduler.timesteps).abs().max() > 10
-    with pytest.raises(TypeError, match="sigmas"):
-        plain.set_timesteps(7, sigmas=scheduler.sigmas)
+    plain.set_timesteps(sigmas=scheduler.sigmas[:-1].tolist())
+    again = z.bfloat16()
+    scheduler.set_timesteps(7, geometry=geometry)
+    for own, t in zip(scheduler.timesteps, plain.timesteps, strict=True):
+        output = -velocity(again, own)
+        (moved,) = scheduler.step(output, own, again, return_dict=False)
+        assert torch.equal(moved, plain.step(output, t, again).prev_sample)
+        assert moved.dtype == torch.bfloat16
+        again = moved
+
+    scheduler.set_timesteps(7, geometry=geometry)
+    # From the middle, as an image is changed.
+    scheduler.step(z, scheduler.timesteps[3], z)
+    assert torch.equal(
+        scheduler.step(z, scheduler.timesteps[4], z).prev_sample,
+        z + z * (scheduler.sigmas[5] - scheduler.sigmas[4]),
+    )
+    scheduler.set_timesteps(7, geometry=geometry)
+    with pytest.raises(ValueError, match="got timestep 3; expected one of 7 in timesteps; call"):
+        scheduler.step(z, torch.tensor(3.0), z)
+    with pytest.raises(ValueError, match="got timestep 3; expected one of 0 in timesteps"):
+        OpenSoraScheduler().step(z, torch.tensor(3.0), z)
 
 
 def test_a_folder_is_read_and_written_again(v12: Path, tmp_path: Path) -> None:
@@ -185,7 +204,7 @@ def test_a_folder_is_read_and_written_again(v12: Path, tmp_path: Path) -> None:
     for module, name in (index["transformer"], index["vae"], index["scheduler"]):
         assert hasattr(sys.modules[module], name)
 
-    again = OpenSoraPipeline.from_pretrained(tmp_path / "again", torch_dtype=torch.bfloat16)
+    again = OpenSoraPipeline.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
     assert again.dtype == torch.bfloat16 and again.scheduler.flow.transform_scale == 4.0
     assert again.to(torch.float64).dtype == torch.float64
     own, stored = (one.transformer.x_embedder.proj.weight for one in (again, pipeline))
@@ -252,6 +271,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         dict(latents=torch.zeros(2, 3, 5, 7, 7)),
         r"got latents \[2, 3, 5, 7, 7\]; expected noise \[2, 3, 5, 7, 6\] for 2 videos",
     ),
+    "videos per prompt": (
+        dict(num_videos_per_prompt=2),
+        r"got num_videos_per_prompt for .*; expected some of \['prompt', .*'return_dict'\]; repeat",
+    ),
+    "embeddings": (
+        dict(negative_prompt_embeds=torch.zeros(1, 12, 8)),
+        "got negative_prompt_embeds .*; expected .*; pass texts as prompt and negative_prompt",
+    ),
+    "a misspelt argument": (dict(guidance=3.0), "got guidance .*; did you mean 'guidance_scale'"),
     "steps": (dict(num_inference_steps=0), "got num_sampling_steps 0; expected a positive number"),
     "size": (dict(height=0), r"got a frame size of \(0, 24\); expected positive numbers"),
 }
@@ -264,11 +292,34 @@ def test_wrong_arguments(v12: Path, name: str) -> None:
         loaded(v12)(**(dict(prompt=PROMPTS) | SIZE | values))
 
 
+def test_an_older_diffusers_is_one_sentence() -> None:
+    code = (
+        "import diffusers, importlib.metadata as m; m.version = lambda name: '0.37.1'\n"
+        "import opensora_sp.integrations.diffusers"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    wanted = "got diffusers 0.37.1; expected 0.38 or newer; pip install 'diffusers>=0.38'"
+    assert done.stderr.splitlines()[-1].endswith(f"PackageError: {wanted}")
+
+
+def test_what_other_pipelines_have_is_refused_by_name(v12: Path) -> None:
+    pipeline = loaded(v12)
+    with pytest.raises(AttributeError, match=r"got 'load_lora_weights' .*; expected .*lora=\["):
+        pipeline.load_lora_weights("outputs/run")
+    with pytest.raises(AttributeError, match="'OpenSoraPipeline' object has no attribute 'moved'"):
+        _ = pipeline.moved
+    assert not hasattr(pipeline, "enable_vae_tiling") and hasattr(pipeline, "enable_group_offload")
+    none = dict(prompt_embeds=None, num_videos_per_prompt=None)
+    assert pipeline("a", **SIZE, num_inference_steps=1, output_type="latent", **none)
+
+
 def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no model_index.json; expected .*; write one with"):
         OpenSoraPipeline.from_pretrained(v12)
-    with pytest.raises(ValueError, match="got 'unet'; expected torch_dtype or one of"):
+    with pytest.raises(ValueError, match=r"got 'unet'; expected some of \['dtype', .*; remove it"):
         OpenSoraPipeline.from_pretrained(v12 / "pipe", unet=None)
+    with pytest.raises(ValueError, match="got 'torch_dtype'; .*; did you mean 'dtype'"):
+        OpenSoraPipeline.from_pretrained(v12 / "pipe", torch_dtype=torch.bfloat16)
 
     index = json.loads((v12 / "pipe" / "model_index.json").read_text())
     for change, message in (

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from exits import recorded_exits
 from polling import wait_until
 
-from opensora_sp.runtime import StartLimit, Watchdog, start_limit, watchdog
+from opensora_sp.runtime import Watchdog, start_limit, watchdog
 from opensora_sp.runtime.collective_recorder import Collective
 from opensora_sp.runtime.collective_timeout import CollectiveTimeout
 from opensora_sp.runtime.heartbeats import Heartbeat
+from opensora_sp.runtime.start_limit import StartLimit
 
 TIMEOUT = 12  # seconds of collective_timeout, and heartbeats of a rank in that time
 RANKS = 3

@@ -95,7 +95,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 CHECKPOINTS = """
-import sys, opensora_sp.checkpoint, opensora_sp.storage
+import sys, opensora_sp.checkpoint
 assert "opensora_sp.models" not in sys.modules
 """
 MODELS_THEN_RUNS = """

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import multiprocessing
 import os
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import psutil
 import pytest
 from exits import recorded_exits
 from polling import wait_until
+from runs import ROOT
 
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.run_lock import LOCK, Holder, RunLock
@@ -60,37 +63,68 @@ def test_a_second_run_is_refused_until_the_first_has_ended(
     assert not list(folder.iterdir())
 
 
-def test_a_lock_of_this_host_is_stale_when_its_process_has_ended(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    zombie = psutil.Process(ended.pid)
-    dead = replace(OURS, pid=ended.pid, started=run_lock.start_of(ended.pid))
-    wait_until(lambda: zombie.status() == psutil.STATUS_ZOMBIE)
+HOLD = """
+import sys, time
+from pathlib import Path
+from opensora_sp.runtime.run_lock import RunLock
 
-    reused = replace(OURS, started=OURS.started - 1)
-    for stale in (dead, reused):
-        write_lock(tmp_path, stale)
-        begun = time.monotonic()
-        with RunLock(tmp_path):
-            assert holder_of(tmp_path).pid == os.getpid() and time.monotonic() - begun < 5
-    ended.wait()
+with RunLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def holding(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """Another process that holds the folder until it gets a line, or is killed."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **pipes)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stdin.close()
 
 
 @pytest.mark.parametrize("end", ["released", "killed"])
 def test_a_start_waits_for_a_run_of_this_host_that_is_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holding: subprocess.Popen, end: str
 ) -> None:
+    with pytest.raises(ValueError, match=f"which process {holding.pid} of "), RunLock(tmp_path):
+        raise AssertionError("entered")
+
     monkeypatch.setattr(run_lock, "LOCAL_WAIT", 20.0)
-    ending = subprocess.Popen(["sleep", "60"])
-    holder = replace(OURS, pid=ending.pid, started=run_lock.start_of(ending.pid))
-    path = write_lock(tmp_path, holder)
-    leave = path.unlink if end == "released" else ending.kill
+    leave = holding.stdin.close if end == "released" else holding.kill
     threading.Timer(0.3, leave).start()
-    try:
-        with RunLock(tmp_path):
-            assert holder_of(tmp_path).pid == os.getpid()
-    finally:
-        ending.kill()
-        ending.wait()
+    with RunLock(tmp_path):
+        assert holder_of(tmp_path).pid == os.getpid()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_of_this_host_is_free_when_its_process_has_ended(
+    tmp_path: Path, holding: subprocess.Popen
+) -> None:
+    holding.kill()
+    holding.wait()
+    assert holder_of(tmp_path).pid == holding.pid
+    begun = time.monotonic()
+    with RunLock(tmp_path):
+        assert holder_of(tmp_path).pid == os.getpid() and time.monotonic() - begun < 5
+
+
+def test_a_link_or_a_pipe_in_its_place_is_not_written_to(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("text")
+    (tmp_path / LOCK).symlink_to(victim)
+    with pytest.raises(ValueError, match="in which no file can be made"):
+        RunLock(tmp_path).__enter__()
+    assert victim.read_text() == "text"
+
+    (tmp_path / LOCK).unlink()
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(ValueError, match="in which no file can be made"):
+        RunLock(tmp_path).__enter__()
 
 
 def test_a_lock_of_another_host_is_stale_without_heartbeats(
@@ -147,7 +181,7 @@ def test_of_many_starts_at_once_one_takes_a_stale_lock(tmp_path: Path) -> None:
     for number in range(4):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write_lock(folder, replace(OURS, started=OURS.started - 1))
+        write_lock(folder, replace(OURS, pid=0))
         start, tried = context.Barrier(count), context.Barrier(count)
         taken = context.SimpleQueue()
         starts = [
@@ -234,18 +268,18 @@ def test_a_log_that_blocks_keeps_no_process_alive(
         run_lock.logger.removeHandler(handler)
 
 
-def test_disks_without_hard_links_and_without_permission(
+def test_disks_without_locks_and_without_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(number: int) -> None:
-        def link(source: object, target: object) -> None:
+        def flock(descriptor: int, operation: int) -> None:
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(os, "link", link)
+        monkeypatch.setattr(fcntl, "flock", flock)
 
-    refuse(errno.EPERM)
+    refuse(errno.ENOLCK)
     with RunLock(tmp_path):
-        assert not list(tmp_path.iterdir())
+        pass
     assert f"{tmp_path} is not locked against a second run" in caplog.text
 
     refuse(errno.EROFS)

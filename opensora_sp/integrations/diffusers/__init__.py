@@ -1,5 +1,10 @@
 """A pipeline and a scheduler for diffusers, which is imported with this package and not before."""
 
+from opensora_sp.extras import check_diffusers
+
+# ruff: noqa: E402  an older version would fail in the imports
+check_diffusers()
+
 from .folder import write_pipeline
 from .pipeline import OpenSoraPipeline, OpenSoraPipelineOutput
 from .scheduler import OpenSoraScheduler

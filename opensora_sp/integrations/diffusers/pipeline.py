@@ -9,6 +9,7 @@ Legend: B videos, F frames, c latent channels, f x h x w latent size.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from opensora_sp.checkpoint import from_pretrained
+from opensora_sp.components import nearest
 from opensora_sp.config import InferenceConfig, explain
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.dtypes import DTYPES
@@ -42,6 +44,7 @@ from .sampler import (
     prompts_of,
 )
 from .scheduler import OpenSoraScheduler
+from .unsupported import METHODS, attribute_error, check_arguments
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 StepCallback = Callable[[Any, int, Tensor, dict[str, Any]], "dict[str, Any] | None"]
@@ -108,14 +111,14 @@ class OpenSoraPipeline(DiffusionPipeline):
         cls,
         pretrained_model_name_or_path: str | Path,
         *,
-        torch_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         lora: Sequence[str] = (),
         **components: Any,
     ) -> OpenSoraPipeline:
         """Load a folder with ``model_index.json``, or ``owner/name[/path][@revision]`` of the hub.
 
         Args:
-            torch_dtype: of the transformer, by default as stored. Encoders have their own.
+            dtype: of the transformer, by default as stored. Encoders have their own.
             lora: adapters to merge into the transformer, each ``PATH`` or ``PATH:SCALE``; see
                 ``opensora_sp.checkpoint.from_pretrained``.
             components: ``transformer``, ``vae``, ``text_encoder`` or ``scheduler`` to take instead
@@ -127,16 +130,16 @@ class OpenSoraPipeline(DiffusionPipeline):
         folder = PipelineFolder.open(pretrained_model_name_or_path, components)
         loaders: dict[str, Callable[[], Any]] = {
             "transformer": lambda: from_pretrained(
-                folder.path / "transformer", dtype=torch_dtype, lora=lora
+                folder.path / "transformer", dtype=dtype, lora=lora
             ),
             "scheduler": folder.scheduler,
             **{key: partial(folder.encoder, key) for key in ENCODERS},
         }
         unknown = sorted(components.keys() - loaders.keys())
         if unknown:
-            raise ValueError(
-                f"got {unknown[0]!r}; expected torch_dtype or one of {[*loaders]}; remove it"
-            )
+            known = ["dtype", "lora", *loaders]
+            advice = nearest(unknown[0], known, otherwise="remove it")
+            raise ValueError(f"got {unknown[0]!r}; expected some of {known}; {advice}")
         if lora and "transformer" in components:
             raise ValueError(
                 f"got lora {list(lora)} and a transformer; expected adapters for that of the "
@@ -180,6 +183,11 @@ class OpenSoraPipeline(DiffusionPipeline):
             allow_pickle=allow_pickle,
             max_shard_size=max_shard_size,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            raise attribute_error(name)
+        return super().__getattr__(name)
 
     # --- devices
 
@@ -238,6 +246,7 @@ class OpenSoraPipeline(DiffusionPipeline):
         fps: float = 24.0,
         latents: Tensor | None = None,
         return_dict: bool = True,
+        **unsupported: Any,
     ) -> OpenSoraPipelineOutput | tuple[Any]:
         """Sample videos.
 
@@ -257,10 +266,13 @@ class OpenSoraPipeline(DiffusionPipeline):
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
+            unsupported: arguments of other pipelines, which may be None.
 
         Raises:
-            ValueError: for values that do not fit the model, the autoencoder or each other.
+            ValueError: for values that do not fit the model, the autoencoder or each other, and
+                for other arguments.
         """
+        check_arguments(unsupported, [*inspect.signature(self).parameters][:-1])
         check_output_type(output_type)
         prompts = prompts_of(prompt)
         images = images_of(image, len(prompts))

@@ -1,8 +1,8 @@
 """Rectified flow as a scheduler of diffusers.
 
-diffusers' ``FlowMatchEulerDiscreteScheduler`` takes the same Euler steps. Its noise levels are
-others: in the pinned version they end at 1/1000, are shifted twice by one constant ``shift``, and
-cannot be passed. So a subclass has the levels of ``RectifiedFlow``.
+The Euler steps are those of diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
+``RectifiedFlow``. It is no subclass: its config would have a ``shift`` and other settings that
+change nothing here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
+from torch import Tensor
 
 from opensora_sp.config.components import check_options
 from opensora_sp.diffusion import Geometry, RectifiedFlow
 
 
-class OpenSoraScheduler(FlowMatchEulerDiscreteScheduler):
+class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
     """The timesteps of ``RectifiedFlow``, with diffusers' Euler step.
 
     ``step`` takes diffusers' velocity, noise minus data: the model's output with the other sign.
@@ -32,16 +34,18 @@ class OpenSoraScheduler(FlowMatchEulerDiscreteScheduler):
         ValueError: for what ``RectifiedFlow`` refuses.
     """
 
-    # Of the base class, which has no types.
+    # Of the base classes, which have no types.
     config_name: str
     from_config: Callable[..., OpenSoraScheduler]
     save_pretrained: Callable[..., None]
+    # Noise levels are as many as the calls of the model, and latents begin as standard noise.
+    order = 1
+    init_noise_sigma = 1.0
 
     @register_to_config
     def __init__(self, num_train_timesteps: int = 1000, flow: dict[str, Any] | None = None) -> None:
-        # Undecorated: the decorator would add the base class's ``shift`` to this config.
-        init: Any = FlowMatchEulerDiscreteScheduler.__init__
-        init.__wrapped__(self, num_train_timesteps)
+        self.timesteps = self.sigmas = torch.empty(0)
+        self._step_index: int | None = None
         self.flow = RectifiedFlow(
             **check_options(
                 "scheduler",
@@ -97,4 +101,36 @@ class OpenSoraScheduler(FlowMatchEulerDiscreteScheduler):
         self.timesteps = timesteps.to(device)
         sigmas = timesteps / flow.num_timesteps
         self.sigmas = torch.cat([sigmas, torch.zeros(1)]).to(device)
-        self._step_index = self._begin_index = None
+        self._step_index = None
+
+    def step(
+        self, model_output: Tensor, timestep: Tensor, sample: Tensor, return_dict: bool = True
+    ) -> SchedulerOutput | tuple[Tensor]:
+        """The latents after an Euler step, in float32 rounded to the dtype of ``model_output``.
+
+        Args:
+            model_output: noise minus data, as the shape of ``sample``.
+            timestep: an entry of ``timesteps``. In the first call it says where to begin; each
+                further call takes the next one.
+            sample: the latents before.
+            return_dict: False returns a tuple.
+
+        Raises:
+            ValueError: without timesteps, or for a first one that is none of them.
+        """
+        if self._step_index is None:
+            self._step_index = self._index_of(timestep)
+        i = self._step_index
+        self._step_index += 1
+        moved = sample.float() + (self.sigmas[i + 1] - self.sigmas[i]) * model_output
+        moved = moved.to(model_output.dtype)
+        return SchedulerOutput(prev_sample=moved) if return_dict else (moved,)
+
+    def _index_of(self, timestep: Tensor) -> int:
+        indices = (self.timesteps == float(timestep)).nonzero()
+        if len(indices) == 0:
+            raise ValueError(
+                f"got timestep {float(timestep):g}; expected one of {len(self.timesteps)} in "
+                "timesteps; call set_timesteps, and loop over scheduler.timesteps"
+            )
+        return int(indices[0])

@@ -23,7 +23,6 @@ OUTPUT = "the output"  # beside names of parameters
 
 # Largest relative difference that rounding explains.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-LOW_PRECISION_TOLERANCE = 0.2
 
 # Relative to the largest gradient. Smaller ones, such as that of a key bias, which is zero but for
 # rounding, count as this large.
@@ -98,7 +97,7 @@ def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None)
         output=output,
         gradients=dict(zip(names, gradients, strict=True)),
         all_zero=tuple(name for name in names if not wanted[name].any() and not ours[name].any()),
-        tolerance=tolerance if engine.options.comm_dtype is None else LOW_PRECISION_TOLERANCE,
+        tolerance=tolerance,
     )
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..batch_shape import BatchShape
 from ..collectives import exchange
 from ..layout import SPATIAL_ROWS, ExchangePlan
-from ..low_precision import bytes_per_token, low_precision_exchange
 from ..options import Options
 from ..protocols import Rows
 from ..typed import Local
@@ -39,8 +38,7 @@ class PreparedBranch:
 class BranchSwitch(OneLayout):
     """Spatial attention's input switches to spatial rows and its output back: 2 u.
 
-    That is one all-to-all more in a model than ``SwitchRows`` needs. What is sent is a branch, not
-    the residual stream, so it may be rounded (``comm_dtype``).
+    That is one all-to-all more in a model than ``SwitchRows`` needs.
     """
 
     label = "switch of branches"
@@ -52,10 +50,8 @@ class BranchSwitch(OneLayout):
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        sent = f", sent as {options.comm_dtype}" if options.comm_dtype else ""
         return (
-            "the config sets placement='branch': spatial attention's input and output switch "
-            f"layout{sent}"
+            "the config sets placement='branch': spatial attention's input and output switch layout"
         )
 
     @classmethod
@@ -65,7 +61,7 @@ class BranchSwitch(OneLayout):
     @classmethod
     def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[Exchange]:
         temporal = cls.rows_layout("temporal", shape)
-        token = bytes_per_token(shape.width, element_size, options.comm_dtype)
+        token = shape.width * element_size
         return [
             AllToAll(shape.depth, temporal, SPATIAL_ROWS, token),
             AllToAll(shape.depth, SPATIAL_ROWS, temporal, token),
@@ -95,8 +91,4 @@ class BranchSwitch(OneLayout):
         )
 
     def _exchange(self, tokens: Tensor, plan: ExchangePlan) -> Tensor:
-        if self.options.comm_dtype is None:
-            return exchange(tokens, plan, self.group, kind="branch")
-        return low_precision_exchange(
-            tokens, plan, self.group, kind="branch", dtype=self.options.comm_dtype
-        )
+        return exchange(tokens, plan, self.group, kind="branch")

@@ -29,7 +29,7 @@ from opensora_sp.runtime.versions import ABSENT, PACKAGE, PACKAGES, versions
 GB = 1e9
 MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
 
-# Variables that are sent to other hosts. No secrets: they are printed.
+# Variables that decide how ranks start. No secrets: they are printed.
 FORWARDED = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+|(PYTHON|LD_LIBRARY_)?PATH")
 READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}  # in bash
 Status = Literal["ok", "warn", "FAIL"]
@@ -62,11 +62,6 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Report:
-        checks = [Check(**check) for check in data["checks"]]
-        return cls(data["host"], checks, data["facts"], data["gpus"])
 
     @property
     def ok(self) -> bool:

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.console import report_errors
-from opensora_sp.parallel import shutdown_process_group
+from opensora_sp.parallel import closing_process_group
 from opensora_sp.runtime.environment import Launch
-from opensora_sp.runtime.host_checks import check_machine, use_device
-from opensora_sp.runtime.rendezvous import JOIN_TIMEOUT, join_rendezvous
+from opensora_sp.runtime.host_checks import use_device
+from opensora_sp.runtime.process_group import start_process_group
+from opensora_sp.runtime.rendezvous import JOIN_TIMEOUT, join_rendezvous, raise_on_all_ranks
 
 PREFIX = "opensora_sp probe: "
 TIMEOUT = 40.0  # seconds, of the rendezvous and of each collective
@@ -37,19 +38,27 @@ def main() -> None:
             "got no launcher; expected torchrun; run opensora-sp doctor, which starts this"
         )
 
-    os.environ.setdefault(JOIN_TIMEOUT, str(TIMEOUT))
-    check_machine(launch)
-    store = join_rendezvous()
-
-    device, backend = use_device(launch.local_rank)
-    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
-    del store  # the process group keeps it
-
-    measured = measure(device)
+    measured, _ = measure_with_all_ranks(launch, None)
     if launch.rank == 0:
         sys.stdout.write(PREFIX + json.dumps(measured) + "\n")
         sys.stdout.flush()
-    shutdown_process_group()
+
+
+def measure_with_all_ranks(launch: Launch, report: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Join the other ranks; returns what they ``measure`` and the reports of all. Collective.
+
+    Raises:
+        ValueError: on every rank, if the ranks cannot start together.
+    """
+    os.environ.setdefault(JOIN_TIMEOUT, str(TIMEOUT))
+    with raise_on_all_ranks():
+        device, backend = use_device(launch.local_rank)
+    rendezvous = join_rendezvous()
+    start_process_group(rendezvous, backend, device, timedelta(seconds=TIMEOUT))
+    with closing_process_group():
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report)
+        return measure(device), reports
 
 
 def measure(device: torch.device) -> dict[str, Any]:
