@@ -288,8 +288,8 @@ def test_a_plan_knows_images_and_names_that_this_machine_lacks() -> None:
     assert describe_kernels(kernels) == [
         "spatial attention: flash-attn 3 (asked for, but here flash-attn 3 is not installed)",
         "temporal attention: none (a single token keeps its value)",
-        "cross-attention: torch's FlashAttention-2 (flash-attn 3 is not installed; flash-attn is not "
-        "installed)",
+        "cross-attention: torch's FlashAttention-2 (flash-attn 3 is not installed; flash-attn is "
+        "not installed)",
     ]
 
 
