@@ -233,6 +233,8 @@ class CacheWriter:
                 batch_sampler=list(chain.from_iterable(batches.values())),
                 collate_fn=list,
                 num_workers=self.cfg.num_workers,
+                # As StepLoader's.
+                multiprocessing_context="fork" if self.cfg.num_workers else None,
                 generator=torch.Generator().manual_seed(self.cfg.seed),
                 worker_init_fn=init_worker,
             )
