@@ -32,7 +32,7 @@ from opensora_sp.config import InferenceConfig, TrainConfig, build_component, ch
 from opensora_sp.config.unused import unused_settings
 from opensora_sp.console import LOGGER, RANK_LOCAL
 from opensora_sp.data.atomic import check_writable
-from opensora_sp.device_verification import choose_kernels
+from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
@@ -215,6 +215,7 @@ def load_model(
     dtype = DTYPES[cfg.precision]
     model.requires_grad_(False).eval().to(device, dtype)
     choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
+    choose_attention(cfg, model, dtype=dtype, device=device)
     if cfg.compile == "blocks":
         compile_blocks(model)
     parallelize(model, mesh, cfg.parallel_options(cost_model_of(cfg.cost_model)))
