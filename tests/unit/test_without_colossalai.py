@@ -28,7 +28,14 @@ assert "opensora_sp.plugin" not in sys.modules
 try:
     import opensora_sp.plugin
 except ImportError as error:
-    print(error)
+    sentence = str(error)
+from opensora_sp.runtime.doctor import host_report
+from opensora_sp.runtime.doctor.device.ranks import check_zero
+(zero,) = check_zero(None)
+found = host_report.Report("", host_report._software({**dict.fromkeys(host_report.PACKAGES, ""),
+    "opensora-sp": "", "torch": "", "CUDA of torch": ""}))
+assert zero.skipped and zero.note == sentence and not found.ok
+print(sentence)
 main(["train", f"{folder}/train.py"])
 """
 

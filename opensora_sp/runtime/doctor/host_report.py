@@ -17,6 +17,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from opensora_sp.extras import check_colossalai
 from opensora_sp.runtime.host_checks import (
     check_architectures,
     check_devices,
@@ -117,15 +118,12 @@ def _software(facts: dict[str, str]) -> list[Check]:
     packages = ", ".join(f"{name} {facts[name]}" for name in sorted(others))
     python = f"{platform.python_version()} in {sys.prefix}, {platform.platform()}"
     torch_version = f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"
-    install = "pip install colossalai==0.5.0: training needs it"
 
     return [
         Check("opensora-sp", f"{facts['opensora-sp']} in {PACKAGE}"),
         Check("python", python),
         Check("torch", torch_version),
-        Check("ColossalAI", ABSENT, "FAIL", install)
-        if colossalai == ABSENT
-        else Check("ColossalAI", colossalai),
+        _run_check("ColossalAI", colossalai, check_colossalai),
         Check("flash-attn", without_flash if flash == ABSENT else flash),
         Check("packages", packages),
         _torchrun(),
