@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, LoraConfig
 from torch import Tensor, nn
 
 
