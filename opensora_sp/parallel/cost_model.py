@@ -84,9 +84,10 @@ class CostModel:
     # 90 % of assumed 3.0 TB/s in copies.
     memory_bandwidth: float = 2.7e12
 
-    # 55 to 83 ms were measured for 13,800 launches on an H200.
     shortest_kernel: float = 2e-6
-    launch: float = 5e-6
+    # The host took 3.0 ms for a pair of blocks of STDiT3-XL/2 with Triton kernels, which are 374
+    # launches (docs/performance.md). For kernels alone, 4 to 6 us were measured beside an H200.
+    launch: float = 8e-6
     asynchronous: bool = True
 
     # Assumed, of the 63 GB/s that PCIe 5.0 x16 has each way.
