@@ -1,8 +1,8 @@
 """`run_interpreted` runs a function of a test in a process where Triton interprets kernels.
 
 There `TRITON_INTERPRET=1` lets kernels run on CPU tensors, slowly. The interpreter computes with
-numpy, and of some pairs of Triton and numpy it returns wrong values without an error. So the process
-begins with a kernel whose values are known.
+numpy, and with some versions of it returns wrong values without an error. So the process begins
+with a kernel whose values are known.
 """
 
 from __future__ import annotations
