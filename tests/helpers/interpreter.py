@@ -1,8 +1,8 @@
 """`run_interpreted` runs a function of a test in a process where Triton interprets kernels.
 
 There `TRITON_INTERPRET=1` lets kernels run on CPU tensors, slowly. The interpreter computes with
-numpy, and of some pairs of Triton and numpy it returns wrong values without an error. So a process
-begins with a kernel whose values are known.
+numpy, and with some versions of it returns wrong values without an error. So the process begins
+with a kernel whose values are known.
 """
 
 from __future__ import annotations
@@ -52,21 +52,28 @@ def _respond(request: dict[str, Any], _: Path) -> dict[str, Any]:
 
 
 def _check_canary() -> None:
-    """A kernel that copies must copy: with the wrong numpy it does not."""
+    """Kernels that copy must copy: with the wrong numpy they do not."""
     import numpy
     import torch
     import triton
-    from scaled_copy import launch
+    from scaled_copy import BLOCK, copy_in_loop_kernel, launch
 
     x = torch.randn(3000, generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        copy = launch(x.to(dtype), 1.0)
-        if not torch.equal(copy, x.to(dtype).float().to(dtype)):
-            raise InterpreterError(
-                f"got wrong values of a {dtype} copy kernel, interpreted by Triton "
-                f"{triton.__version__} with numpy {numpy.__version__}; expected a copy; install "
-                "Triton 3.8 and numpy 2.4, which are right"
-            )
+    failure = None
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            source, in_loop = x.to(dtype), torch.zeros(3000, dtype=dtype)
+            copy_in_loop_kernel[(1,)](source, in_loop, 3000, BLOCK=BLOCK)
+            for copy in (launch(source, 1.0), in_loop):
+                if not torch.equal(copy, source.float().to(dtype)):
+                    failure = f"wrong values of a {dtype} copy kernel"
+    except triton.runtime.errors.InterpreterError as error:
+        failure = f"{error.__cause__!r} from a copy kernel"
+    if failure:
+        raise InterpreterError(
+            f"got {failure}, interpreted by Triton {triton.__version__} with numpy "
+            f"{numpy.__version__}; expected a copy; install Triton 3.8, or numpy before 2.4"
+        )
 
 
 if __name__ == "__main__":
