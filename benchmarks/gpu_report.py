@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.roofline import MODEL, SHAPES, Shape
 from opensora_sp.device_verification import choose_kernels
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
@@ -33,18 +33,45 @@ from opensora_sp.models.kernels import Kernels, current_kernels
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
+from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import GPUS, CostModel
+from opensora_sp.planner.checkpointing import recomputed_share
 from opensora_sp.planner.flops import ModelFlops
-from opensora_sp.planner.operators import AttentionCall
-from opensora_sp.planner.step_time import OPTIMIZER, ZERO, predict_step
+from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
 from opensora_sp.runtime.doctor.device import Setup, examine_device, setup_for
 from opensora_sp.runtime.doctor.device.speed import check_ceilings
 from opensora_sp.runtime.doctor.probe import median_seconds
 from opensora_sp.runtime.versions import versions
 
+MODEL = "STDiT3-XL/2"
 DEVICE, BF16 = torch.device("cuda", 0), torch.bfloat16
 HEADS, HEAD_WIDTH = 16, 72  # of XL/2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A micro-batch of ``batch`` clips of ``frames`` latent frames of ``patches`` patches."""
+
+    name: str
+    frames: int
+    patches: int
+    batch: int
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """``(B, c, frames, height, width)``; patches are 2 x 2 latent pixels."""
+        sides = range(1, math.isqrt(self.patches) + 1)
+        rows = max(side for side in sides if self.patches % side == 0)
+        return self.batch, 4, self.frames, 2 * rows, 2 * self.patches // rows
+
+
+SHAPES = (
+    Shape("16x256x256", 16, 256, 16),
+    Shape("64x512x512", 64, 1024, 1),
+    Shape("480p x 51 frames", 15, 1590, 5),
+    Shape("720p x 102 frames", 30, 3600, 1),
+)
 
 Figures = dict[str, Any]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -82,7 +109,7 @@ def run(args: argparse.Namespace) -> Figures:
     if not torch.cuda.is_available():
         raise ValueError(
             "got no GPU that torch sees; expected one to measure; look at the driver and "
-            "CUDA_VISIBLE_DEVICES, or run python -m benchmarks roofline for predictions"
+            "CUDA_VISIBLE_DEVICES"
         )
     name = torch.cuda.get_device_name(DEVICE)
     gpu = GPUS[args.gpu or known_gpu(name)]
@@ -193,8 +220,10 @@ def attention_figures(
     )
     figures: Figures = {"peak GB measured": peak / 1e9}
     for name, seconds in (("forward", forward), ("backward", backward)):
-        call = AttentionCall(rows, length, length, HEADS, HEAD_WIDTH, name == "backward")
-        figures |= Compared(1e3 * seconds, 1e3 * call.seconds(gpu)).columns(f"{name} ms")
+        planned = gpu.attention(
+            rows * HEADS, length, length, HEAD_WIDTH, backward=name == "backward"
+        )
+        figures |= Compared(1e3 * seconds, 1e3 * planned).columns(f"{name} ms")
     return figures
 
 
@@ -237,16 +266,24 @@ def step_figures(config: Any, shape: Shape, gpu: CostModel, args: argparse.Names
 
 def plan_of(config: Any, shape: Shape, gpu: CostModel, level: int) -> tuple[float, float]:
     """Predicted seconds of a pass, without the optimizer step, and bytes of its activations."""
-    alone: Any = dict(options=Options(), ranks=1, dtype=BF16, kernels=current_kernels())
-    predicted = predict_step(
-        "STDiT3", config, shape.latents, gpu=gpu, world=1, levels=[level], **alone
+    seconds = seconds_of(
+        BatchShape.of(config, shape.batch, shape.latents[2:]),
+        Options(cost_model=gpu),
+        1,
+        model=ModelCosts.of("STDiT3", config),
+        element_size=BF16.itemsize,
+        recomputed=recomputed_share([level]),
     )
-    passes = [work for kind, work in predicted.work.items() if kind not in (OPTIMIZER, ZERO)]
-    launches = gpu.launch * sum(work.operators for work in passes)
-    seconds = max(launches, sum(work.seconds for work in passes))
-
     activations = trace_activations(
-        "STDiT3", config, shape.latents, level=level, training=True, **alone
+        "STDiT3",
+        config,
+        shape.latents,
+        level=level,
+        training=True,
+        options=Options(),
+        ranks=1,
+        dtype=BF16,
+        kernels=current_kernels(),
     )
     return seconds, activations.at(config.depth)
 

@@ -31,10 +31,9 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
             bucket of which not one clip fits.
     """
     from opensora_sp.config import load_either
-    from opensora_sp.planner.communicators import GPUS_OF_NODE, communicators_of, gpus_of_node
+    from opensora_sp.planner.communicators import GPUS_OF_NODE
     from opensora_sp.planner.fit import LARGEST_BATCH, fit
-    from opensora_sp.planner.run_plan import check_numbers, gpu_of
-    from opensora_sp.runtime.cost_model_file import cost_model_of
+    from opensora_sp.planner.run_plan import check_numbers, rates_of
     from opensora_sp.shipped import or_shipped
 
     memory = parse_memory(args.fit)
@@ -46,15 +45,12 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
         numbers = [degree for degree in degrees if isinstance(degree, int)]
         num_gpus = max(numbers, default=GPUS_OF_NODE)
     check_numbers(num_gpus, args.gpus_per_node, None)
-    per_node = gpus_of_node(num_gpus, args.gpus_per_node)
-    nested = communicators_of(cfg.sp_size, num_gpus, per_node)
     fitted = fit(
         cfg,
         num_gpus,
         memory,
-        communicators=0.0 if nested is None else nested.beside_largest,
-        gpus_per_node=per_node,
-        cost_model=cost_model_of(cfg.cost_model, default=gpu_of(args.gpu or "H100")),
+        gpus_per_node=args.gpus_per_node,
+        cost_model=rates_of(cfg, args.gpu),
         largest_batch=LARGEST_BATCH if args.largest_batch is None else args.largest_batch,
         progress=progress,
     )
@@ -133,7 +129,7 @@ def table(fit: Fit, cfg: TrainConfig) -> str:
         f"{'decided by':>14}  blocks",
     ]
     for one in fit.batches:
-        peak = one.memory.configured.needed / 1e9
+        peak = one.memory.peak.needed / 1e9
         lines.append(
             f"{one.name:>14} {one.batch.batch_size:>6} {one.ranks:>6} {peak:>8.2f} "
             f"{one.seconds:>8.3g} {one.deviation:>+10.1%} {one.decided_by:>14}  {_blocks(one)}"

@@ -27,8 +27,8 @@ from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.planner.checkpointing import recomputed_share
+from opensora_sp.planner.flops import blocks_work
 from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
-from opensora_sp.planner.sharing import busiest_work
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .cached import CachedSource
@@ -193,7 +193,7 @@ class Work:
 
     def flops(self, clip: ClipShape, num_samples: int) -> float:
         """Forward work of the blocks."""
-        return busiest_work(self.shape_of(clip, num_samples), Options(), 1)
+        return blocks_work(self.shape_of(clip, num_samples))
 
     def options_on(self, spans_nodes: bool) -> Options:
         """The options in a group of ranks on one node, or on several."""

@@ -313,22 +313,3 @@ class _Layout:
 
     def _window_start(self, window: Tensor) -> Tensor:
         return self.window_stops[window] - self.window_sizes[window]
-
-
-UNIT_NAMES = {
-    "b": "samples (B)",
-    "b t": "spatial rows (B*T)",
-    "b s": "temporal rows (B*S)",
-    "b w": "windows (B*W)",
-    "b w p": "temporal rows (B*S)",
-    "b t h": "heads of frames (B*T*H)",
-    "b w h": "heads of windows (B*W*H)",
-    "b h": "heads of clips (B*H)",
-    "h": "heads (H)",
-}
-
-
-def unit_name(layout: str) -> str:
-    """What the units of a layout are, for users."""
-    axes = layout.partition("|")[0].strip()
-    return UNIT_NAMES.get(axes, f"units of {axes!r}")

@@ -1,13 +1,6 @@
-"""Estimates of a config's run on a number of GPUs: balance, communication, memory."""
+"""Estimates of a config's run on a number of GPUs: memory, communication, seconds."""
 
 from .batches import BatchSpec, buckets_of
-from .run_plan import BatchEstimate, Plan, batch_memory, plan
+from .run_plan import BatchEstimate, Plan, plan
 
-__all__ = [
-    "BatchEstimate",
-    "BatchSpec",
-    "Plan",
-    "batch_memory",
-    "buckets_of",
-    "plan",
-]
+__all__ = ["BatchEstimate", "BatchSpec", "Plan", "buckets_of", "plan"]

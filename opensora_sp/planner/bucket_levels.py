@@ -1,8 +1,9 @@
-"""``grad_checkpoint="auto"`` for all batches of a bucket: what their blocks keep.
+"""The buckets of a config on their ranks: the fewest that a batch fits on, and with
+``grad_checkpoint="auto"`` what blocks keep.
 
-They are planned together: the whole batch at the bucket's largest size decides for all of them, so
-that a run traces a few shapes at its start and none in its steps. A smaller last batch of an epoch
-may need more where ranks share it by rows and the whole one by clips, so it is looked at as well.
+All is planned when a run starts. The whole batch at a bucket's largest size decides for the
+bucket. A smaller last batch of an epoch may need more where ranks share it by rows and the whole
+one by clips, so it is looked at as well.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.rank_groups import group_sizes, nested_groups
 from opensora_sp.resolutions import SIZES
 
 from .batches import BatchSpec, batches_by_name
-from .least_ranks import least_ranks
-from .run_estimator import Memory, RunEstimator
+from .run_estimator import RunEstimator
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class BucketLevels:
 
     Attributes:
         name: of the bucket.
-        latents: shapes ``(B, c, frames, height, width)`` of its whole batches, one for each size.
+        shape: of the largest whole batch.
         levels: of each block (``models/recompute.py``).
         pinned: bytes of the host for the inputs of blocks.
         text: for the log.
@@ -33,73 +35,91 @@ class BucketLevels:
 
     name: str
     ranks: int
-    latents: list[tuple[int, ...]]
+    shape: BatchShape
     levels: list[int]
     pinned: int
     text: str
 
-    @property
-    def num_samples(self) -> int:
-        """B, of whole batches."""
-        return self.latents[0][0]
+    def contains(self, shape: BatchShape, ranks: int) -> bool:
+        """Whether a batch on so many ranks has no more samples, frames and patches of a frame."""
+        return (
+            ranks == self.ranks
+            and shape.num_samples <= self.shape.num_samples
+            and shape.frames <= self.shape.frames
+            and shape.patches <= self.shape.patches
+        )
 
-    @property
-    def sizes(self) -> list[tuple[int, ...]]:
-        """``(c, frames, height, width)`` of a clip, for each size."""
-        return [latents[1:] for latents in self.latents]
+
+def levels_for(planned: Iterable[BucketLevels], shape: BatchShape, ranks: int) -> list[int] | bool:
+    """As ``set_grad_checkpoint`` takes it: the levels of the smallest planned batch that contains
+    this one; True, which recomputes all, if none does.
+    """
+    containing = [one for one in planned if one.contains(shape, ranks)]
+    return min(containing, key=lambda one: one.shape.tokens).levels if containing else True
 
 
-def plan_bucket(
-    run: RunEstimator, name: str, sizes: Sequence[int], memory: float
-) -> Iterator[BucketLevels]:
+def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[BucketLevels]:
     """The levels of a bucket's batches in groups of each size on which they fit.
 
     Args:
         name: of the bucket; of a config without buckets that of ``batches_by_name``.
         sizes: of the groups that may compute them, of which those with less memory than the whole
             batch takes are left out where there are several.
-        memory: bytes of a device that training may take.
     """
     batch = batches_by_name(run.cfg)[name]
-    latents = sorted(set(_latents(run, _all_sizes(run, name, batch))))
-    if not latents:
-        return
-    largest = max(latents, key=lambda one: run.shape_of(one).tokens)
-
-    least = min(sizes)
-    if len(sizes) > 1:
-        # As a run excludes groups from its schedule.
-        least = least_ranks(run, batch, memory, sizes) or max(sizes)
+    latents = max(_latents(run, name, batch), key=lambda one: run.shape_of(one).tokens)
+    # As a run excludes groups from its schedule.
+    least = (least_ranks(run, batch, sizes) or max(sizes)) if len(sizes) > 1 else min(sizes)
     for ranks in sorted(sizes):
         if ranks >= least:
-            found = _lowest(run, largest, ranks)
-            text = found.describe()
-            yield BucketLevels(name, ranks, latents, found.levels, found.pinned, text)
+            memories = [run.memory_of(latents, ranks)]
+            if ranks > 1 and latents[0] % ranks == 0:
+                memories.append(run.memory_of((latents[0] - 1, *latents[1:]), ranks))
+            memory = min(memories, key=lambda one: sum(one.levels))
+            shape = run.shape_of(latents)
+            yield BucketLevels(name, ranks, shape, memory.levels, memory.pinned, memory.describe())
 
 
-def _all_sizes(run: RunEstimator, name: str, batch: BatchSpec) -> Iterator[BatchSpec]:
-    """The bucket's batches at all aspect ratios of its resolution."""
+def _latents(run: RunEstimator, name: str, batch: BatchSpec) -> Iterator[tuple[int, ...]]:
+    """Shapes of a bucket's latents at all aspect ratios of its resolution that the autoencoder
+    takes; no clip has one of the others.
+    """
+    sizes: Iterable[tuple[int, int]] = [batch.image_size]
     config = getattr(run.cfg, "bucket_config", None)
-    if config is None:
-        yield batch
-        return
-    (entry,) = [one for one in Buckets.of(config).kept if one.name == name]
-    for size in SIZES[entry.resolution].values():
-        yield replace(batch, image_size=size)
-
-
-def _latents(run: RunEstimator, batches: Iterable[BatchSpec]) -> Iterator[tuple[int, ...]]:
-    """Shapes of latents, without those of sizes that the autoencoder refuses: no clip has them."""
-    for batch in batches:
+    if config is not None:
+        resolutions = {entry.name: entry.resolution for entry in Buckets.of(config).kept}
+        sizes = SIZES[resolutions[name]].values()
+    for size in sizes:
         with suppress(ValueError):
-            yield run.latents(batch)
+            yield run.latents(replace(batch, image_size=size))
 
 
-def _lowest(run: RunEstimator, latents: tuple[int, ...], ranks: int) -> Memory:
-    """Memory of a batch, or of one with a clip less where that lets blocks keep less."""
-    whole = run.memory(latents, ranks, brief=True)
-    num_clips, *shape = latents
-    if ranks == 1 or num_clips % ranks:
-        return whole
-    shorter = run.memory((num_clips - 1, *shape), ranks, brief=True)
-    return min(whole, shorter, key=lambda one: sum(one.levels))
+def least_ranks(run: RunEstimator, batch: BatchSpec, sizes: Sequence[int]) -> int | None:
+    """The smallest group of ranks on which a micro-batch fits; None if it fits on none.
+
+    Everything is recomputed if the config leaves the choice to the run. Inputs of blocks leave the
+    device only where it would fit on no group otherwise.
+
+    Args:
+        sizes: of the groups to choose from.
+    """
+    latents = run.latents(batch)
+    for levels in run.lowest_levels:
+        for ranks in sorted(sizes):
+            if run.peak(latents, ranks, levels).needed <= run.budget:
+                return ranks
+    return None
+
+
+def ranks_of_bucket(name: str, batch: BatchSpec, run: RunEstimator) -> int:
+    """The ranks that share a bucket's batches: the config's degree, or with ``sp_size="auto"`` as
+    few as the batch fits on, and all where it fits on none.
+    """
+    sp_size = run.cfg.sp_size
+    if isinstance(sp_size, dict) and name in sp_size:
+        return int(sp_size[name])
+    if sp_size is None or isinstance(sp_size, int):
+        return run.ranks
+
+    sizes = group_sizes(nested_groups(run.num_gpus, run.gpus_per_node))
+    return least_ranks(run, batch, sizes) or max(sizes)

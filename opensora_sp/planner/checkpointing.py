@@ -77,23 +77,13 @@ def mixed(traced: Callable[[int], Activations], levels: Sequence[int]) -> Activa
     )
 
 
-def offloaded_bytes(
-    levels: Sequence[int],
-    shape: BatchShape,
-    options: Options,
-    ranks: int,
-    element_size: int,
-    *,
-    pinned: bool = False,
+def pinned_bytes(
+    levels: Sequence[int], shape: BatchShape, options: Options, ranks: int, element_size: int
 ) -> int:
-    """Bytes that the busiest of ``ranks`` copies to the host in forward, and back in backward.
-
-    With ``pinned`` those of the host's memory, in whole pages.
-    """
+    """Bytes of whole pages in which the busiest of ``ranks`` keeps inputs of blocks on the host."""
 
     def of_input(tokens: int) -> int:
-        nbytes = tokens * shape.width * element_size
-        return sum(page_sizes(nbytes)) if pinned else nbytes
+        return sum(page_sizes(tokens * shape.width * element_size))
 
     layouts = shape.of_blocks(strategy_for(shape, options, ranks).token_layouts(shape))
     held = zip(*(shape.entries(layout, ranks) for layout in layouts), strict=True)

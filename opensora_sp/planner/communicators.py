@@ -47,8 +47,8 @@ def communicators(world_size: int, ranks_per_node: int) -> Communicators:
     for rank in range(world_size):
         own = groups_with(rank, family)
         sizes = [group.size for group in own if group.size > 1]
-        memory = _memory(own, ranks_per_node)
-        found.append(Communicators(sizes, memory, memory_beside_largest(own, ranks_per_node)))
+        memory, beside = (_memory(groups, ranks_per_node) for groups in (own, own[1:]))
+        found.append(Communicators(sizes, memory, beside))
     return max(found, key=lambda one: one.memory)
 
 
@@ -59,13 +59,6 @@ def communicators_of(sp_size: object, world_size: int, ranks_per_node: int) -> C
     if sp_size is None or isinstance(sp_size, int):
         return None
     return communicators(world_size, ranks_per_node)
-
-
-def memory_beside_largest(groups: Sequence[RankGroup], ranks_per_node: int) -> float:
-    """Bytes of a rank's communicators, one for each of these groups, largest first, but the first
-    one.
-    """
-    return _memory(groups[1:], ranks_per_node)
 
 
 def gpus_of_node(num_gpus: int, gpus_per_node: int | None) -> int:

@@ -7,14 +7,15 @@ the longest. Each bucket then gets the batch that comes closest to it without ta
 keeps as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples
 of their number are preferred: then each rank holds whole clips, and nothing is sent.
 
-Batch sizes are compared by memory on a line (``affine.py``); the one that is chosen is traced.
+For one shape and level of gradient checkpointing, memory is affine in the number of clips. So batch
+sizes are compared by two that are traced; the size that is chosen is traced itself.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,17 +23,18 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.parallel.cost_model import CostModel
 
-from .affine import AffineEstimator
 from .batches import BatchSpec, batches_by_name
-from .checkpointing import budget_of, memory_for
-from .least_ranks import ranks_of_bucket
-from .run_estimator import Memory
+from .bucket_levels import ranks_of_bucket
+from .checkpointing import memory_for
+from .run_estimator import Memory, RunEstimator
+from .trace import Activations
 
 TOLERANCE = 0.1
 """Share of the common time by which the time of a bucket may differ."""
 LARGEST_BATCH = 512
 """Clips of a batch that are never exceeded, unless another limit is passed."""
 
+TRACED = 1, 32  # whole clips of a rank, in the two batches that are traced
 MEMORY, TIME, LIMIT = "memory", "time", "largest batch"
 
 
@@ -88,7 +90,7 @@ class Fit:
         values = asdict(self)
         for one, shown in zip(self.batches, values["batches"], strict=True):
             shown["is_balanced"] = one.is_balanced
-            shown["memory"]["configured"]["needed"] = one.memory.configured.needed
+            shown["memory"]["peak"]["needed"] = one.memory.peak.needed
         return values
 
 
@@ -97,7 +99,6 @@ def fit(
     num_gpus: int,
     memory: float,
     *,
-    communicators: float = 0.0,
     names: Iterable[str] | None = None,
     gpus_per_node: int | None = None,
     device: str = "cuda",
@@ -109,8 +110,7 @@ def fit(
 
     Args:
         memory: bytes of a device. A step may take ``checkpointing.budget_of`` of what is left
-            beside ``communicators``.
-        communicators: bytes of all but the largest communicator of a rank.
+            beside all but the largest communicator of a rank.
         names: of the buckets; None is all of them.
         gpus_per_node: by which exchanges use the network.
         device: "cuda" or "cpu".
@@ -122,24 +122,24 @@ def fit(
         ValueError: if a bucket has no batch that fits, with the least memory that one clip takes,
             or for a limit below one clip.
     """
-    left = memory - communicators
-    estimator = AffineEstimator(cfg, num_gpus, left / 1e9, device, None, gpus_per_node)
+    how: dict[str, Any] = dict(device=device, rates=cost_model, gpus_per_node=gpus_per_node)
+    estimator = LineEstimator(cfg, num_gpus, memory, **how)
+    exact = RunEstimator(cfg, num_gpus, memory, **how)
+    exact.traced = estimator.traced
     if largest_batch < 1:
         raise ValueError(
             f"got --largest-batch {largest_batch}; expected at least 1; pass the clips of a batch "
             "that are never to be exceeded"
         )
-    if cost_model is not None:
-        estimator.options = cfg.parallel_options(cost_model)
     batches = batches_by_name(cfg)
     chosen = list(batches) if names is None else list(names)
 
     buckets, lacking = {}, {}
     for name in progress(chosen):
-        ranks = ranks_of_bucket(name, replace(batches[name], batch_size=1), estimator, left)
-        bucket = _Bucket(estimator, batches[name], ranks, left, largest_batch)
+        ranks = ranks_of_bucket(name, replace(batches[name], batch_size=1), estimator)
+        bucket = _Bucket(estimator, exact, batches[name], ranks, largest_batch)
         if bucket.largest is None:
-            lacking[name] = memory_for(bucket.least_needed) + communicators
+            lacking[name] = memory_for(bucket.least_needed) + memory - estimator.memory
         buckets[name] = bucket
     _check_all_fit(lacking, memory)
 
@@ -148,7 +148,22 @@ def fit(
     deciding = by_memory or list(buckets.values())
     common = common_time([bucket.times for bucket in deciding])
     fitted = [one.fitted(name, common) for name, one in buckets.items()]
-    return Fit(memory, communicators, common, fitted)
+    return Fit(memory, memory - estimator.memory, common, fitted)
+
+
+class LineEstimator(RunEstimator):
+    """Traces two batches of whole clips on each rank; others are on the line through them."""
+
+    def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
+        num_clips, *size = latents
+        trace = super().activations
+        if num_clips % ranks:
+            return trace(latents, ranks, level)
+
+        low, high = (trace((number * ranks, *size), ranks, level) for number in TRACED)
+        position = (num_clips / ranks - TRACED[0]) / (TRACED[1] - TRACED[0])
+        ends = zip(astuple(low), astuple(high), strict=True)
+        return Activations(*(first + position * (last - first) for first, last in ends))
 
 
 class Step(NamedTuple):
@@ -174,14 +189,14 @@ class _Bucket:
 
     def __init__(
         self,
-        estimator: AffineEstimator,
+        estimator: RunEstimator,
+        exact: RunEstimator,
         batch: BatchSpec,
         ranks: int,
-        memory: float,
         largest_batch: int,
     ) -> None:
-        self.estimator, self.batch, self.ranks = estimator, batch, ranks
-        self.budget, self.limit = budget_of(memory), largest_batch
+        self.estimator, self.exact = estimator, exact
+        self.batch, self.ranks, self.limit = batch, ranks, largest_batch
         self._steps: dict[int, Step] = {}
 
     @cached_property
@@ -225,12 +240,12 @@ class _Bucket:
         """Whether a batch fits. Inputs of blocks leave the device for a single clip only."""
         step = self.step(size)
         may_offload = size == 1 or self.estimator.checkpointing != "auto"
-        return step.needed <= self.budget and (may_offload or not step.offloads)
+        return step.needed <= self.exact.budget and (may_offload or not step.offloads)
 
     def step(self, size: int) -> Step:
         """A micro-batch of this size, which keeps as much as fits."""
         if size not in self._steps:
-            memory = self.estimator.memory(self._latents(size), self.ranks, brief=True)
+            memory = self.estimator.memory_of(self._latents(size), self.ranks)
             self._steps[size] = self._step(size, memory)
         return self._steps[size]
 
@@ -239,7 +254,7 @@ class _Bucket:
         size = self._size_for(common)
         decided_by = self._decided_by(size)
         while True:
-            memory = self.estimator.verified(self._latents(size), self.ranks)
+            memory = self.exact.memory_of(self._latents(size), self.ranks)
             step = self._steps[size] = self._step(size, memory)
             if self.fits(size) or size == 1:
                 break
@@ -277,7 +292,7 @@ class _Bucket:
 
     def _step(self, size: int, memory: Memory) -> Step:
         seconds = self.estimator.seconds(self._latents(size), self.ranks, memory.levels)
-        return Step(size, memory.configured.needed, seconds, OFFLOADED in memory.levels)
+        return Step(size, memory.peak.needed, seconds, OFFLOADED in memory.levels)
 
     def _latents(self, size: int) -> tuple[int, ...]:
         return self.estimator.latents(replace(self.batch, batch_size=size))

@@ -8,6 +8,7 @@ So are, in derived models, embedders of further inputs and what tokens attend to
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,8 +18,7 @@ from opensora_sp.models.config import SharedConfig
 from opensora_sp.models.embedders import PatchEmbed3D
 from opensora_sp.models.layers import CrossAttention
 from opensora_sp.parallel.batch_shape import BatchShape
-
-from .sharing import attention_work
+from opensora_sp.parallel.cost_model import attention_flops, block_flops
 
 # Parts of a model whose layers see all tokens of a clip; of a block's, one sees the text instead.
 TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_layer")
@@ -74,7 +74,7 @@ class ModelFlops:
         """
         num_samples, _, frames, height, width = latents
         shape = BatchShape.of(self.config, num_samples, (frames, height, width))
-        alone = self.per_token * shape.tokens + self.config.depth * attention_work(shape)
+        alone = self.per_token * shape.tokens + shape.depth * attention_work(shape)
         per_text_token = self.per_text_token + self.per_pair * shape.tokens / num_samples
         return text_tokens * per_text_token + alone
 
@@ -84,3 +84,31 @@ class ModelFlops:
         shape = BatchShape.of(self.config, num_samples, (frames, height, width))
         frozen = self.frozen_per_token * shape.tokens + self.frozen_per_text_token * text_tokens
         return STEP * self.forward(latents, text_tokens) - (STEP - FROZEN_STEP) * frozen
+
+
+def attention_rows(shape: BatchShape) -> list[dict[int, int]]:
+    """For spatial and temporal attention, the number of a sample's rows of each length."""
+    T, S = shape.frames, shape.patches
+    spatial: dict[int, int] = {S: T}
+    temporal: dict[int, int] = {T: S}
+    if shape.full:
+        spatial = temporal = {T * S: 1}
+    elif shape.windows is not None:
+        temporal = Counter(size * T for size in shape.windows.sizes)
+    return list(shape.of_blocks((spatial, temporal)))
+
+
+def attention_work(shape: BatchShape) -> float:
+    """FLOPs of the attentions of a pair of blocks, forward, for the whole batch."""
+    samples, width = shape.num_samples, shape.width
+    return sum(
+        attention_flops(samples * count, length, width)
+        for rows in attention_rows(shape)
+        for length, count in rows.items()
+    )
+
+
+def blocks_work(shape: BatchShape) -> float:
+    """FLOPs of a forward pass through all blocks, without attention to text."""
+    tokens = len(attention_rows(shape)) * block_flops(shape.tokens, shape.width)
+    return shape.depth * (attention_work(shape) + tokens)

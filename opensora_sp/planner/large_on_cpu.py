@@ -33,7 +33,9 @@ def warn_if_large_on_cpu(
     if device.type != "cpu" or ModelSizes.of(spec.name, spec.config).total < LARGE:
         return
 
-    run = RunEstimator(_on_cpu(cfg, mesh), mesh.world_size, None, "cpu", None, mesh.ranks_per_node)
+    run = RunEstimator(
+        _on_cpu(cfg, mesh), mesh.world_size, device="cpu", gpus_per_node=mesh.ranks_per_node
+    )
     logger.warning(
         "%s has %.0f M parameters, and torch sees no GPU: expect at least %s, and in each process "
         "%.1f GB of memory for %s; run it on GPUs (opensora-sp doctor reports what is wrong if "

@@ -1,15 +1,13 @@
 """Seconds of a micro-batch on the busiest rank of a group, by arithmetic: quick enough to schedule
 by.
 
-``step_time`` traces a model for this; here its work follows from sizes, in plain torch. Both use
-the rates of ``CostModel``, and ``tests/unit/test_micro_batch_time.py`` compares them.
+A model's work follows from its sizes, in plain torch, and takes the rates of ``CostModel``.
 
 Legend: B samples, T frames, S patches of a frame, C hidden width, H heads, P ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import REPLICATED, Strategy, strategy_for
 
-from .flops import ModelFlops
+from .flops import ModelFlops, attention_rows
 from .trace import meta_model
 
 
@@ -40,8 +38,8 @@ class PassCounts:
     once: float
 
 
-# Forward and backward in plain torch, as ``OperatorCounter`` counts them. Schedules depend on them,
-# and so not on the kernels of a machine.
+# Forward and backward in plain torch, as counted on meta tensors. Schedules depend on them, and so
+# not on the kernels of a machine.
 PASSES = {
     "STDiT": (PassCounts(23, 27, 60), PassCounts(116, 102, 64)),
     "STDiT2": (PassCounts(44, 36, 140), PassCounts(146, 110, 140)),
@@ -185,16 +183,9 @@ class _Pass:
 
     def _self_attention(self, backward: bool) -> float:
         """Seconds of a spatial and a temporal attention."""
-        T, S = self.shape.frames, self.shape.patches
-        spatial, temporal = {S: T}, {T: S}  # numbers of rows of a sample by their lengths
-        if self.shape.full:
-            spatial = temporal = {T * S: 1}
-        elif self.shape.windows is not None:
-            temporal = Counter(size * T for size in self.shape.windows.sizes)
-
         layouts = self.strategy.attention_layouts(self.shape)
-        parts = list(zip(layouts, (spatial, temporal), strict=True))
-        if self.are_images or not self.shape.alternates:
+        parts = list(zip(layouts, attention_rows(self.shape), strict=False))
+        if self.are_images:
             del parts[1]
         return sum(self._attention(layout, rows, backward) for layout, rows in parts)
 

@@ -1,4 +1,4 @@
-"""A config on a number of GPUs: shapes, communication, memory and time of its batches."""
+"""A config on a number of GPUs: memory, bytes sent and seconds of its micro-batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Literal
 
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
@@ -14,17 +14,15 @@ from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.attention_table import Platform
 from opensora_sp.models.kernels import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import GPUS
+from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 from opensora_sp.rank_groups import check_degrees_in, fixed_groups, nested_groups
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .attention_kernels import Kernels, attention_kernels
 from .batches import BatchSpec
 from .checkpointing import (
     COMPILED_LEVELS,
@@ -33,14 +31,13 @@ from .checkpointing import (
     choose_levels,
     describe,
     mixed,
-    offloaded_bytes,
+    pinned_bytes,
     recomputed_share,
 )
-from .communicators import gpus_of_node
+from .communicators import communicators_of, gpus_of_node
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
 from .micro_batch_time import ModelCosts, seconds_of
 from .sampling_memory import FREE_SHARE, SamplingMemory, placed
-from .step_time import StepTime, predict_step
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, traffic
 
@@ -49,24 +46,16 @@ DEFAULT_MEMORY = 80e9  # bytes, for which grad_checkpoint="auto" is planned if n
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, the busiest: without checkpointing, with it, and as the config sets it.
+    """Bytes of the busiest rank: state that it keeps, and the peak of a step.
 
-    ``levels`` is what each block keeps as configured (``models/recompute.py``), ``offloaded`` are
-    the bytes of a micro-batch that go to the host and come back, ``pinned`` what the host keeps for
-    them. Among several buckets only the peak as configured is estimated.
+    ``levels`` is what each block keeps (``models/recompute.py``), ``pinned`` are the bytes of the
+    host's memory for inputs of blocks.
     """
 
     kept: Persistent
-    plain: MemoryPeak | None
-    checkpointed: MemoryPeak | None
-    configured: MemoryPeak
+    peak: MemoryPeak
     levels: list[int]
-    offloaded: int = 0
     pinned: int = 0
-
-    @property
-    def recomputes(self) -> bool:
-        return min(self.levels) < EVERYTHING
 
     def describe(self) -> str:
         """What blocks keep, for the log and the planner's table."""
@@ -74,12 +63,24 @@ class Memory:
         return describe(self.levels) + size
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A micro-batch on the ranks that share it; in sampling, a call of the model.
+
+    ``traffic`` are the bytes that each rank sends, ``seconds`` are of the busiest rank.
+    """
+
+    memory: Memory
+    traffic: Traffic
+    seconds: float
+
+
 class RunEstimator:
     """A config on a number of GPUs; estimates its batches.
 
     Attributes:
         ranks: that share a batch with one degree; all, where each batch may have its own.
-        reserved: bytes of ``memory_gb`` that a step may not take.
+        memory: bytes of a device beside all communicators but the largest.
         kernels: that the traced models run, as ``set_kernels``. By default plain torch, with which
             a step takes as much memory as with any kernels.
         traced: activations by latents, ranks and level.
@@ -90,25 +91,36 @@ class RunEstimator:
         self,
         cfg: TrainConfig | InferenceConfig,
         num_gpus: int,
-        memory_gb: float | None,
-        device: str,
-        gpu: str | None,
+        memory: float | None = None,
+        *,
+        device: str = "cuda",
+        rates: CostModel | None = None,
         gpus_per_node: int | None = None,
     ) -> None:
-        self.cfg, self.num_gpus, self.memory_gb, self.device = cfg, num_gpus, memory_gb, device
+        """
+        Args:
+            memory: bytes of a device, beside encoders; None is ``DEFAULT_MEMORY`` in
+                training, and no limit in sampling.
+            device: "cuda" or "cpu".
+            rates: by which seconds are predicted; None is the config's, or an H100's.
+            gpus_per_node: None is ``communicators.gpus_of_node``.
+
+        Raises:
+            ValueError: if the config's ``sp_size`` does not fit the number of GPUs.
+        """
+        self.cfg, self.num_gpus, self.device = cfg, num_gpus, device
         self.kernels: KernelSetting = "torch"
         self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
         self.video_frames: dict[tuple[int, ...], int] = {}
-        self.gpu = None if gpu is None else GPUS[gpu]
         # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
         self.gpus_per_node = gpus_of_node(num_gpus, gpus_per_node)
-        self.reserved = 0.0
         if isinstance(cfg.sp_size, dict):
             check_degrees_in(cfg.sp_size, num_gpus, self.gpus_per_node)
+        self.communicators = communicators_of(cfg.sp_size, num_gpus, self.gpus_per_node)
 
-        rates = cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
+        rates = rates or cost_model_of(cfg.cost_model, default=GPUS["H100"])
         self.options = cfg.parallel_options(rates)
         self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
         self.dtype = DTYPES[cfg.precision]
@@ -125,6 +137,13 @@ class RunEstimator:
             by_frames = cfg.cond_type is not None
             self.predictions = predictions_per_step(process, by_frames=by_frames)
 
+        if memory is None:
+            memory = DEFAULT_MEMORY if self.training else math.inf
+        self.memory = memory
+        # CPUs exchange through memory that is not a rank's.
+        if self.communicators is not None and device == "cuda":
+            self.memory -= self.communicators.beside_largest
+
     def plan_kernels(self) -> str:
         """Trace the kernels of a run on a GPU that has verified them all; states which in words.
 
@@ -140,21 +159,6 @@ class RunEstimator:
     @cached_property
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.name, self.config, self.lora)
-
-    @cached_property
-    def platform(self) -> Platform | None:
-        """The GPU that was named, with the packages of this environment."""
-        if self.gpu is None:
-            return None
-        deterministic = getattr(self.cfg, "deterministic", False)
-        return Platform.with_installed(self.gpu.capability, deterministic)
-
-    def attention(self, latents: tuple[int, ...]) -> Kernels | None:
-        """The kernels of attention on the GPU that was named."""
-        if self.platform is None:
-            return None
-        triton = self.kernels != "torch"
-        return attention_kernels(self.config, latents, self.dtype, self.platform, triton=triton)
 
     def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
         """Shape of the model's input ``[B, c, frames, height, width]``.
@@ -177,9 +181,9 @@ class RunEstimator:
         if not isinstance(self.cfg, TrainConfig):
             return 1
         # With a degree for each micro-batch, a step has some for each rank, not for each replica.
-        has_replicas = isinstance(self.cfg.sp_size, int)
-        of_step = self.cfg.micro_batches(self.num_gpus // (self.ranks if has_replicas else 1))
-        return -(-of_step * ranks // self.num_gpus)
+        replica = self.ranks if isinstance(self.cfg.sp_size, int) else 1
+        micro_batches = self.cfg.micro_batches(self.num_gpus // replica)
+        return -(-micro_batches * ranks // self.num_gpus)
 
     def spans_nodes(self, ranks: int) -> bool:
         """Whether any group of so many ranks lies on several nodes."""
@@ -187,7 +191,8 @@ class RunEstimator:
             groups = nested_groups(self.num_gpus, self.gpus_per_node)
         else:
             groups = fixed_groups(self.num_gpus, ranks)
-        return any(one.spans_nodes(self.gpus_per_node) for one in groups if one.size == ranks)
+        sizes = {group.size for group in groups if group.spans_nodes(self.gpus_per_node)}
+        return ranks in sizes
 
     def options_on(self, ranks: int, latents: tuple[int, ...] | None = None) -> Options:
         """The options of sequence parallelism in a group of so many ranks; for a batch of this
@@ -199,21 +204,31 @@ class RunEstimator:
         shape = self.shape_of(latents)
         return with_chunks(options, shape, ranks, element_size=self.dtype.itemsize)
 
-    def traffic(
-        self, shape: BatchShape, options: Options, ranks: int, *, recomputes: bool
-    ) -> Traffic:
+    def estimate(self, latents: tuple[int, ...], ranks: int) -> Estimate:
+        """A micro-batch on the busiest of ``ranks`` that share it.
+
+        Args:
+            latents: ``(B, c, frames, height, width)``.
+        """
+        memory = self.memory_of(latents, ranks)
+        sent = self.traffic(self.shape_of(latents), ranks, memory.levels)
+        return Estimate(memory, sent, self.seconds(latents, ranks, memory.levels))
+
+    def traffic(self, shape: BatchShape, ranks: int, levels: Sequence[int]) -> Traffic:
+        """Bytes that each rank sends; in sampling with the gather of the output."""
+        options = self.options_on(ranks)
         sent = traffic(
             shape,
             options,
             ranks,
             element_size=self.dtype.itemsize,
-            checkpointing=recomputes,
+            checkpointing=min(levels) < EVERYTHING,
             training=self.training,
         )
         if self.training:
             return sent
 
-        # Sampling gathers the output, which is fp32 or wider.
+        # The output is fp32 or wider.
         volume = math.prod(self.config.patch_size)
         token_bytes = volume * self.config.out_channels * max(4, self.dtype.itemsize)
         strategy = strategy_for(shape, options, ranks)
@@ -250,55 +265,34 @@ class RunEstimator:
         traced = partial(self.activations, latents, ranks)
         return training_peak(self.persistent, self.sizes, self.zero, mixed(traced, levels))
 
-    def memory(self, latents: tuple[int, ...], ranks: int, *, brief: bool = False) -> Memory:
-        """Memory of one of ``ranks`` that share a batch; ``brief``: only as configured."""
-        traced = partial(self.activations, latents, ranks)
+    def memory_of(self, latents: tuple[int, ...], ranks: int) -> Memory:
+        """Memory of one of ``ranks`` that share a batch."""
         if not isinstance(self.cfg, TrainConfig):
             state = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            peak = sampling_peak(state, traced(EVERYTHING), self.config.depth)
-            return Memory(state, peak, None, peak, [EVERYTHING])
+            traced = self.activations(latents, ranks, EVERYTHING)
+            return Memory(state, sampling_peak(state, traced, self.config.depth), [EVERYTHING])
 
-        zero, state = self.zero, self.persistent
-
-        @cache
-        def peak_at(*levels: int) -> MemoryPeak:
-            return training_peak(state, self.sizes, zero, mixed(traced, levels))
-
-        levels = self._levels(lambda levels: peak_at(*levels).needed)
-        of_inputs = partial(
-            offloaded_bytes,
-            levels,
-            self.shape_of(latents),
-            self.options_on(ranks),
-            ranks,
-            self.dtype.itemsize,
+        levels = self._levels(lambda levels: self.peak(latents, ranks, levels).needed)
+        pinned = pinned_bytes(
+            levels, self.shape_of(latents), self.options_on(ranks), ranks, self.dtype.itemsize
         )
-        return Memory(
-            state,
-            plain=None if brief else peak_at(EVERYTHING),
-            checkpointed=None if brief else peak_at(0),
-            configured=peak_at(*levels),
-            levels=levels,
-            offloaded=of_inputs(),
-            pinned=of_inputs(pinned=True),
-        )
+        return Memory(self.persistent, self.peak(latents, ranks, levels), levels, pinned)
 
     def sampling_memory(
         self, spec: BatchSpec, memory: Memory
     ) -> tuple[InferenceConfig, SamplingMemory]:
-        """Memory with the encoders, and the config of those that fit into ``memory_gb`` free GB.
+        """Memory with the encoders, and the config of those that fit into ``memory`` free bytes.
 
         Args:
-            spec: the largest batch, of which ``memory`` is that of the model alone.
+            spec: the largest batch, whose model alone takes ``memory``.
         """
         assert isinstance(self.cfg, InferenceConfig)
-        free = float("inf") if self.memory_gb is None else self.memory_gb * 1e9
         return placed(
             self.cfg,
             spec,
-            memory.configured,
+            memory.peak,
             memory.kept.total,
-            memory=FREE_SHARE * free,
+            memory=FREE_SHARE * self.memory,
             device=self.device,
         )
 
@@ -306,9 +300,12 @@ class RunEstimator:
         """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
         if self.checkpointing != "auto":
             return levels_of(self.checkpointing, self.config.num_blocks)
-        memory = DEFAULT_MEMORY if self.memory_gb is None else self.memory_gb * 1e9
-        budget = budget_of(memory - self.reserved)
-        return choose_levels(needed, budget, self.config.num_blocks, self.known_levels)
+        return choose_levels(needed, self.budget, self.config.num_blocks, self.known_levels)
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a training step may take."""
+        return budget_of(self.memory)
 
     @property
     def known_levels(self) -> tuple[int, ...]:
@@ -347,28 +344,6 @@ class RunEstimator:
     @cached_property
     def costs(self) -> ModelCosts:
         return ModelCosts.of(self.name, self.config, self.lora)
-
-    def time(self, latents: tuple[int, ...], levels: Sequence[int], ranks: int) -> StepTime | None:
-        """Predicted for a training step in 16 bits, if a GPU was named."""
-        if self.gpu is None or not self.training or self.dtype.itemsize != 2:
-            return None
-        return predict_step(
-            self.name,
-            self.config,
-            latents,
-            gpu=self.gpu,
-            options=self.options_on(ranks, latents),
-            ranks=ranks,
-            world=self.num_gpus,
-            world_spans_nodes=self.spans_nodes(self.num_gpus),
-            dtype=self.dtype,
-            levels=levels,
-            micro_batches=self.micro_batches_on(ranks),
-            accumulates_locally=self.zero.accumulates_locally,
-            kernels=self.kernels,
-            lora=self.lora,
-            num_frames=self.video_frames.get(latents[2:]),
-        )
 
     def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
         """Traced with all blocks at one level of gradient checkpointing, once."""

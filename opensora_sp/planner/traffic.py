@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.layout import SPATIAL_ROWS
-from opensora_sp.parallel.strategies import AllToAll, Strategy, SwitchRows, strategy_for
+from opensora_sp.parallel.strategies import Strategy, strategy_for
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,3 @@ def output_gather(
     """Bytes each rank sends to give all others the output of its tokens, as sampling does."""
     held = shape.entries(shape.of_blocks(strategy.token_layouts(shape))[-1], ranks)
     return [tokens * (ranks - 1) * token_bytes for tokens in held]
-
-
-def tokens_changing_rank(shape: BatchShape, ranks: int) -> int:
-    """Tokens that different ranks hold in spatial and in temporal rows: what one switch moves."""
-    temporal = SwitchRows.rows_layout("temporal", shape)
-    return sum(AllToAll(1, SPATIAL_ROWS, temporal, entry_bytes=1).sent(shape, ranks).forward)

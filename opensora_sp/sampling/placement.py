@@ -33,14 +33,9 @@ def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> Inferen
     Settings of ``offload`` stay as they are.
     """
     spec = largest_batch(groups)
-    run = RunEstimator(
-        cfg.model_copy(update=dict(sp_size=groups.sp_size)),
-        groups.sp_size,
-        free / 1e9,
-        device="cuda",
-        gpu=None,
-    )
-    memory = run.memory(run.latents(spec), groups.sp_size)
+    cfg = cfg.model_copy(update=dict(sp_size=groups.sp_size))
+    run = RunEstimator(cfg, groups.sp_size, free)
+    memory = run.memory_of(run.latents(spec), groups.sp_size)
     chosen, estimate = run.sampling_memory(spec, memory)
 
     logger.info("memory, of %.3f GB free: %s", free / 1e9, estimate.describe())

@@ -105,7 +105,7 @@ def with_chosen_batch_sizes(
         logger.info("batch sizes of the run are kept, as recorded in %s", checkpoint)
         return known
 
-    memory = free_memory(mesh, device, reserved)
+    memory = free_memory(device, reserved)
     chosen: list[dict[str, int]] = [{}]
     with on_rank_0("choosing batch sizes") as is_rank_0:
         if is_rank_0:

@@ -21,11 +21,11 @@ from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.planner.batches import batches_by_name
-from opensora_sp.planner.least_ranks import least_ranks
+from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.rank_groups import group_sizes
 
-from .activations import estimator_of, free_memory
+from .activations import estimator_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,8 @@ def make_rank_batches(
     options: dict[str, Any] = dict(ranks_per_node=mesh.ranks_per_node)
     # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
     if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
-        memory = free_memory(mesh, encoder.device, reserved)
-        run = estimator_of(cfg, mesh, memory, encoder.device, work.options)
-        options["least_ranks"] = _least_ranks(cfg, mesh, run, memory, buckets_with_clips(plan))
+        run = estimator_of(cfg, mesh, encoder.device, reserved, work.options)
+        options["least_ranks"] = _least_ranks(cfg, mesh, run, buckets_with_clips(plan))
     return ScheduledBatches(
         plan,
         **span,
@@ -85,10 +84,9 @@ def _least_ranks(
     cfg: TrainConfig,
     mesh: SequenceMesh,
     run: RunEstimator,
-    memory: float,
     buckets: Container[str] | None = None,
 ) -> dict[str, int]:
-    """By bucket, the fewest ranks whose ``memory`` in bytes its batches fit into.
+    """By bucket, the fewest ranks whose memory its batches fit into.
 
     Args:
         buckets: names of those with clips; None for all.
@@ -102,7 +100,7 @@ def _least_ranks(
         if buckets is not None and name not in buckets:
             continue
         sizes = [degrees[name]] if name in degrees else group_sizes(mesh.family)
-        ranks = least_ranks(run, batch, memory, sizes)
+        ranks = least_ranks(run, batch, sizes)
         if ranks is None:
             plural = "s" * (max(sizes) > 1)
             lacking.append(f"{name} ({batch.batch_size} clips on {max(sizes)} rank{plural})")
@@ -111,10 +109,10 @@ def _least_ranks(
 
     if lacking:
         raise ValueError(
-            f"got {memory / 1e9:.2f} GB of a device, into which no batch of these fits: "
+            f"got {run.memory / 1e9:.2f} GB of a device, into which no batch of these fits: "
             f"{', '.join(lacking)}; expected batches that fit on a group of ranks; lower their "
             "batch sizes or raise their degrees in sp_size (opensora-sp plan CONFIG --fit "
-            f"{memory / 1e9:.0f}GB chooses both), set grad_checkpoint='auto', or start more "
+            f"{run.memory / 1e9:.0f}GB chooses both), set grad_checkpoint='auto', or start more "
             "processes"
         )
     several = [f"{name or 'a step'}: {ranks}" for name, ranks in found.items() if ranks > 1]

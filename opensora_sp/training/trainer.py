@@ -321,7 +321,7 @@ class Trainer:
             self.sync_check.see(step, batch.of_group)
             self.meter.count(batch)
 
-        self.activations.fit(batch.x_t.shape, loaded.micro_batch.shape.num_frames)
+        self.activations.fit(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
             losses = self.batches.flow.losses(shard, batch.noised)

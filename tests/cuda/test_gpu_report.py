@@ -12,8 +12,7 @@ import torch
 from cuda_stub import requires_stub, run_on_stub
 
 from benchmarks.__main__ import main
-from benchmarks.gpu_report import known_gpu
-from benchmarks.roofline import SHAPES
+from benchmarks.gpu_report import SHAPES, known_gpu
 
 
 def on_report() -> dict[str, Any]:

@@ -21,9 +21,6 @@ from stream_checker import StreamChecker
 from opensora_sp.models import offload
 from opensora_sp.models.offload import HostMemory
 from opensora_sp.models.recompute import OFFLOADED
-from opensora_sp.parallel import Options
-from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.planner.checkpointing import offloaded_bytes
 
 pytestmark = requires_stub
 
@@ -34,8 +31,8 @@ INPUT = TOKENS * 144 * 2  # bytes
 PAGE = 1 << 17  # holds less than an input
 
 
-def on_steps() -> int:
-    """Two steps; the bytes of a step that the planner predicts to leave the device."""
+def on_steps() -> None:
+    """Two steps."""
     offload.PAGE = PAGE
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
@@ -44,11 +41,9 @@ def on_steps() -> int:
 
     levels = [block.checkpoint_level for block in model.transformer_blocks]
     assert levels == [OFFLOADED] * BLOCKS
-    shape = BatchShape.of(model.config, LATENTS[0], LATENTS[2:])
-    return offloaded_bytes(levels, shape, Options(), 1, 2)
 
 
-def test_copies_are_those_predicted_and_the_host_waits_for_none() -> None:
+def test_each_input_is_copied_and_the_host_waits_for_none() -> None:
     recording = run_on_stub(on_steps)
     forward, backward = recording.in_phase("forward"), recording.in_phase("backward")
     out = [copy for copy in forward.copies if copy.kind == "D2H"]
@@ -57,7 +52,7 @@ def test_copies_are_those_predicted_and_the_host_waits_for_none() -> None:
     # A page at a time. The last input is still on the device when backward begins.
     pieces = -(-INPUT // PAGE)
     assert pieces > 1 and len(out) == BLOCKS * pieces and len(back) == (BLOCKS - 1) * pieces
-    assert sum(copy.bytes for copy in out) == BLOCKS * INPUT == recording.result
+    assert sum(copy.bytes for copy in out) == BLOCKS * INPUT
     assert sum(copy.bytes for copy in back) == (BLOCKS - 1) * INPUT
 
     # Beside the computation, all on one stream: so pages are reused in its order.

@@ -320,10 +320,10 @@ def planned(folder: Path) -> None:
         return embed(self, extra, num_frames)
 
     cls.embed_frames = noted
-    run = RunEstimator(cfg, 2, None, "cpu", "H100")
+    run = RunEstimator(cfg, 2, device="cpu")
     latents = run.latents(BatchSpec(3, 5, (28, 24)))
     run.activations(latents, 2, 0)
-    assert run.time(latents, [0], 2).seconds > 0
+    assert run.estimate(latents, 2).seconds > 0
     assert seen and set(seen) == {((3, 5, 3), 3)}
 
     shape = small_shape(cfg, 2, 512)

@@ -54,7 +54,7 @@ def levels_in_a_run(
         return len(traced), 0, [], str(error)
 
     at_start = len(traced)
-    run = RunEstimator(cfg, mesh.world_size, 80, "cuda", None)
+    run = RunEstimator(cfg, mesh.world_size)
     for entry in Buckets.of(cfg.bucket_config or {}).kept:
         if buckets is not None and entry.name not in buckets:
             continue
@@ -68,7 +68,7 @@ def levels_in_a_run(
             )
             # A whole batch, and the last of an epoch.
             for num_clips in (size[0], 1):
-                budget.fit(torch.Size((num_clips, *size[1:])), entry.num_frames)
+                budget.fit(torch.Size((num_clips, *size[1:])))
     return at_start, len(traced) - at_start, kept, ""
 
 

@@ -1,5 +1,5 @@
 """The planner: bytes as the communication counter counts them, memory as ``LivePeak`` measures it,
-warnings, advice, the command.
+the command.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,15 +27,15 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
-from opensora_sp.planner import buckets_of, plan
+from opensora_sp.planner import buckets_of, plan, run_estimator
 from opensora_sp.planner.checkpointing import budget_of, memory_for
 from opensora_sp.planner.cuda_memory import WORKSPACES
 from opensora_sp.planner.fit import fit
+from opensora_sp.planner.flops import blocks_work
 from opensora_sp.planner.memory import GradientBucket, LocalGradients, ModelSizes, Zero
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.planner.sharing import sharing_of
 from opensora_sp.planner.trace import trace_activations
-from opensora_sp.planner.traffic import output_gather, tokens_changing_rank, traffic
+from opensora_sp.planner.traffic import output_gather, traffic
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
@@ -262,7 +261,7 @@ def test_memory_is_predicted_within_15_percent(tmp_path: Path) -> None:
     lines, wrong = [], []
     for name, cfg, found in zip(MEMORY_CASES, configs, measured):
         memory = plan(cfg, 2, device="cpu").buckets[0].memory
-        peak = memory.configured
+        peak = memory.peak
         line = (
             f"{name}: measured {found / 1e6:.1f} MB, predicted {peak.total / 1e6:.1f} MB, "
             f"ratio {peak.total / found:.3f} (kept {memory.kept.total / 1e6:.1f}, "
@@ -316,7 +315,7 @@ def test_the_peak_of_fitted_batches_is_predicted_within_5_percent(tmp_path: Path
 
     measured = [max(ranks) for ranks in zip(*run_ranks(2, measured_peaks, of_one_shape))]
     for one, found in zip(batches, measured):
-        predicted = one.memory.configured.total
+        predicted = one.memory.peak.total
         ratio = predicted / found
         print(f"{one.name} x {one.batch.batch_size}: {found / 1e6:.1f} MB, ratio {ratio:.3f}")
         assert 0.95 < ratio < 1.05, (one.name, ratio)
@@ -358,64 +357,22 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_ranks_without_units_are_reported(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, small, "--gpus", "8", "--cfg-options", "sp_size=8", "num_frames=1")
-    flat = " ".join(out.split())
-    assert "split heads: B*T=1 frames are fewer than 8 ranks" in flat
-    assert (
-        "warning heads of frames (B*T*H) are 2, fewer than the 8 ranks: "
-        "6 of these hold no unit and wait (rank"
-    ) in flat
-    assert "warning" not in printed(
-        capsys, small, "--gpus", "8", "--cfg-options", "sp_size=2", "batch_size=3"
-    )
-
-
 @pytest.mark.parametrize("shape", [(1, 64, 1024), (3, 5, 6), (1, 7, 9), (2, 2, 30)])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_every_unit_is_held_once_and_work_adds_up(shape: tuple[int, int, int], ranks: int) -> None:
-    windows = windows_of(shape[2], 1, (4, 1))
-    for more in (dict(), dict(windows=windows), dict(full=True)):
-        batch = BatchShape(*shape, width=48, heads=4, depth=2, **more)
-        for options in (Options(), Options(strategy="ulysses"), Options(strategy="split_gather")):
-            shared = sharing_of(batch, options, ranks)
-            assert sum(shared.tokens) == batch.tokens and all(
-                len(sizes) == ranks for sizes in shared.units.values()
-            )
-            assert sum(shared.work) == pytest.approx(ranks) and shared.imbalance == pytest.approx(
-                max(shared.work) - 1
-            )
-    assert sharing_of(BatchShape(4, 8, 16, 48, 4, 2), Options(), 4).imbalance == pytest.approx(0)
-
-
-def test_tokens_that_change_rank_are_those_held_elsewhere_in_the_other_layout() -> None:
-    B, T, S, ranks = 2, 5, 7, 4
-
-    def holder(row: int, rows: int) -> int:
-        return next(r for r in range(ranks) if rows * r // ranks <= row < rows * (r + 1) // ranks)
-
-    tokens = product(range(B), range(T), range(S))
-    moved = sum(holder(b * T + t, B * T) != holder(b * S + s, B * S) for b, t, s in tokens)
-    assert tokens_changing_rank(BatchShape(B, T, S, 24, 3, 2), ranks) == moved
-
-
-def test_advice_names_changes_that_balance_better(small: str) -> None:
-    def imbalance(option: str) -> float:
-        cfg = load_train_config(small, [option])
-        latent_frames = cfg.num_frames  # the stand-in VAE's pool keeps them
-        shape = BatchShape(1, latent_frames, 16, 24, 2, 2)
-        return sharing_of(shape, Options(), cfg.sp_size).imbalance
-
-    uneven = plan(load_train_config(small), 4).buckets[0]
-    assert (
-        uneven.sharing.units["spatial rows (B*T)"] == [1, 1, 1, 2]
-        and uneven.sharing.imbalance > 0.1
-    )
-    options = [advice.split()[0] for advice in uneven.advice]
-    assert "num_frames=4" in options and any(option.startswith("sp_size=") for option in options)
-    for option in options:
-        assert imbalance(option) <= uneven.sharing.imbalance / 2, option
-    assert plan(load_train_config(small, ["num_frames=4"]), 4).buckets[0].advice == []
+def test_work_of_blocks_is_that_of_their_rows(shape: tuple[int, int, int]) -> None:
+    """28 C^2 of a token in each block, and four products of C for each pair that attends."""
+    B, T, S = shape
+    products, C = 2 * 28 * 48**2 * B * T * S, 48
+    windows = windows_of(S, 1, (4, 1))
+    assert sum(windows.sizes) == S
+    for more, pairs in (
+        ({}, T * S**2 + S * T**2),
+        (dict(windows=windows), T * S**2 + sum((size * T) ** 2 for size in windows.sizes)),
+        (dict(full=True), 2 * (T * S) ** 2),
+    ):
+        batch = BatchShape(*shape, width=C, heads=4, depth=2, **more)
+        assert blocks_work(batch) == 2 * (products + 4 * B * pairs * C)
+    spatial = BatchShape(*shape, width=C, heads=4, depth=2, alternates=False)
+    assert blocks_work(spatial) == products + 2 * 4 * B * T * S**2 * C
 
 
 def test_verify_is_left_to_the_run(small: str) -> None:
@@ -423,15 +380,47 @@ def test_verify_is_left_to_the_run(small: str) -> None:
     assert plan(cfg, 4).buckets == plan(load_train_config(small), 4).buckets
 
 
-def test_memory_that_does_not_fit_is_reported(small: str) -> None:
-    cfg = load_train_config(small, ["num_frames=64"])
-    memory = plan(cfg, 4).buckets[0].memory
-    assert memory.checkpointed.total < memory.plain.total == memory.configured.total
-    between = (memory.checkpointed.total + memory.plain.total) / 2e9
-    (advice,) = plan(cfg, 4, memory_gb=between).buckets[0].advice
-    assert "do not fit" in advice and "grad_checkpoint=True takes" in advice
-    assert plan(cfg, 4, memory_gb=1).buckets[0].advice == []
-    assert "nor do more ranks" in plan(cfg, 4, memory_gb=1e-6).buckets[0].advice[-1]
+def test_memory_that_does_not_fit_is_reported(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = ["num_frames=64", "grad_checkpoint="]
+    plain, recomputed = (
+        plan(load_train_config(small, [frames[0], frames[1] + str(level)]), 4).buckets[0]
+        for level in (False, True)
+    )
+    assert plain.fits and recomputed.memory.peak.total < plain.memory.peak.total
+    between = (recomputed.memory.peak.needed + plain.memory.peak.needed) / 2e9
+    for level, is_too_much in ((False, True), (True, False)):
+        options = ["--cfg-options", frames[0], frames[1] + str(level)]
+        table = printed(capsys, small, "--gpus", "4", "--memory-gb", str(between), *options)
+        assert ("too much" in table) == is_too_much
+
+
+def test_a_plan_is_of_the_kernels_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All verified; or plain torch, where the config asks for it or Triton is not installed."""
+    options = ["sp_size=1", "model.depth=2", "grad_checkpoint=False", "num_frames=16"]
+    config, made = CONFIGS / "stdit3/train/64x512x512_sp8.py", []
+    for setting in ("auto", "torch"):
+        made.append(plan(load_train_config(config, [*options, f"kernels={setting}"]), 1))
+    fused, plain = (one.buckets[0].memory.peak for one in made)
+    assert fused.activations < plain.activations
+    assert [one.kernels for one in made] == ["with Triton kernels", "in plain torch"]
+
+    monkeypatch.setattr(run_estimator.importlib.util, "find_spec", lambda name: None)
+    run = RunEstimator(load_train_config(config), 8)
+    assert run.plan_kernels() == "in plain torch, since Triton is not installed here"
+    assert run.kernels == "torch"
+
+
+def test_a_gpu_sets_memory_and_rates_unless_the_config_has_a_cost_model(small: str) -> None:
+    options = ["num_frames=64", "image_size=(512,512)", "model.hidden_size=256"]
+    slow, fast = (plan(load_train_config(small, options), 4, gpu=gpu) for gpu in ("H100", "H200"))
+    assert (slow.memory_gb, slow.rates, fast.memory_gb, fast.rates) == (80, "H100", 141, "H200")
+    assert fast.buckets[0].seconds < slow.buckets[0].seconds
+    own = plan(load_train_config(small, [*options, "cost_model=H100"]), 4, gpu="H200")
+    assert own.rates == "H100" and own.buckets[0].seconds == slow.buckets[0].seconds
+    with pytest.raises(ValueError, match="got --gpu 'A1'; expected one of"):
+        plan(load_train_config(small), 4, gpu="A1")
 
 
 def test_groups_that_span_nodes() -> None:
@@ -447,28 +436,17 @@ def test_table_and_json_hold_the_same_numbers(
     (bucket,) = found["buckets"]
     assert max(map(len, table.splitlines())) <= 100
     assert (found["dp_size"], found["sp_size"], found["spans_nodes"]) == (2, 4, False)
-    assert (
-        "a group of 4 ranks lies on one node" in table
-        and f"{bucket['tokens_changing_rank']} tokens" in table
-    )
-    assert (
-        f"{bucket['traffic']['mean'] / 1e6:,.2f}" in table
-        and f"{bucket['sharing']['imbalance']:.1%}" in table
-    )
-    assert f"{bucket['memory']['configured']['total'] / 1e9:.3f}" in table
-    assert "As configured: nothing is recomputed." in table and "*" not in table.split("memory")[1]
-    assert (
-        set(bucket["compared"]) == {"switch", "ulysses", "split_gather"}
-        and "with 'ulysses'" in table
-    )
-
-
-def test_a_gpu_s_kernels_are_listed(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    table = printed(capsys, small, "--gpus", "4", "--gpu", "H200")
-    assert f"kernels  on H200 with torch {torch.__version__}, " in table
-    kinds = "spatial attention: ", "temporal attention: ", "cross-attention: "
-    assert all(f"           {kind}" in table for kind in kinds)
-    assert max(map(len, table.splitlines())) <= 100
+    assert "a group of 4 ranks lies on one node" in table
+    for number in (
+        f"{bucket['traffic']['mean'] / 1e6:,.1f}",
+        f"by the busiest rank {bucket['traffic']['busiest'] / 1e6:,.2f}",
+        f"{bucket['memory']['peak']['total'] / 1e9:.3f}",
+        f"activations {bucket['memory']['peak']['activations'] / 1e9:.3f}",
+        f"{bucket['seconds']:.3g}",
+        "blocks: nothing is recomputed",
+        "switch: B*T=5 frames are enough for 4 ranks",
+    ):
+        assert number in " ".join(table.split())
 
 
 @pytest.mark.slow
@@ -522,11 +500,11 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
     )
     (bucket,) = made.buckets
 
-    assert bucket.sharing.strategy == "switch"
-    # Bytes of a rank.
-    a_switch = bucket.tokens_changing_rank * 24 * (2 if made.precision == "bf16" else 4) / 2
+    assert bucket.strategy == "switch"
+    # Of 5 frames of 4 patches, half of the tokens change rank in a switch, by 24 numbers each.
+    a_switch = 5 * 4 / 2 * 24 * (2 if made.precision == "bf16" else 4) / 2
     assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
-    assert 0 < bucket.memory.checkpointed.activations <= bucket.memory.plain.activations
+    assert bucket.memory.peak.activations > 0
 
 
 @pytest.mark.slow
@@ -537,7 +515,10 @@ def test_the_command_needs_no_colossalai(small: str) -> None:
     )
     command = [sys.executable, "-c", code, "plan", small, "--gpus", "4"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent)
-    assert (done.returncode, done.stderr) == (0, "") and "B=1 T=5 S=16, 80 tokens" in done.stdout
+    assert (done.returncode, done.stderr) == (
+        0,
+        "",
+    ) and "1 samples, 5 frames, 16 patches" in done.stdout
 
 
 def test_windows_are_traced_on_several_ranks() -> None:
@@ -616,6 +597,6 @@ def test_guidance_enlarges_a_batch_of_samples(options: list[str], times: tuple[i
     for cfg_scale, copies in zip((4.0, 1.0), times, strict=True):
         scale = f"scheduler.cfg_scale={cfg_scale}"
         cfg = load_inference_config(CONFIGS / "demo/sample.py", [scale, *options])
-        run = RunEstimator(cfg, 1, None, "cpu", None)
+        run = RunEstimator(cfg, 1, device="cpu")
         (bucket,) = buckets_of(cfg)
         assert run.latents(bucket)[0] == copies * cfg.batch_size

@@ -354,7 +354,7 @@ def test_adapters_need_a_base_and_freeze_it() -> None:
     cfg = TrainConfig(**CONFIG, lora=dict(rank=4), load="weights")
     assert cfg.lora == Lora(rank=4, alpha=16.0, targets=("*blocks.*",))
     # Checkpoints hold adapters alone, so a run keeps no fp32 copies of what is frozen.
-    run = RunEstimator(cfg, 1, None, "cpu", None)
+    run = RunEstimator(cfg, 1, device="cpu")
     assert run.persistent.weights == run.dtype.itemsize * run.sizes.total
     with pytest.raises(ValueError, match="got lora without load.*set load='PATH'"):
         TrainConfig(**CONFIG, lora=dict(rank=4))

@@ -13,15 +13,21 @@ from opensora_sp.cli.fitted import parse_memory
 from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
-from opensora_sp.planner import batch_memory, buckets_of
-from opensora_sp.planner.affine import AffineEstimator, between
+from opensora_sp.planner import buckets_of
 from opensora_sp.planner.batches import BatchSpec, batches_by_name
+from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.checkpointing import budget_of, memory_for, recomputed_share
 from opensora_sp.planner.communicators import BYTES_OF_PEER
-from opensora_sp.planner.fit import Fit, FittedBatch, Times, _Bucket, common_time, fit
-from opensora_sp.planner.least_ranks import least_ranks
+from opensora_sp.planner.fit import (
+    Fit,
+    FittedBatch,
+    LineEstimator,
+    Times,
+    _Bucket,
+    common_time,
+    fit,
+)
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.planner.trace import Activations
 from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training import batch_sizes, rank_batches
 
@@ -65,20 +71,20 @@ def test_the_common_time_is_one_that_most_buckets_can_take() -> None:
     assert common_time([Times(5.6, 10), Times(1, 5)]) == 10
 
 
-def made_of(traced: dict[int, float]) -> Any:
+def made_of(budget: float, traced: dict[int, float]) -> Any:
     """An estimator of a model whose needed bytes and seconds are the number of clips; ``traced``
     are bytes that differ from that.
     """
     peak = SimpleNamespace
     return SimpleNamespace(
         latents=lambda batch: (batch.batch_size,),
-        memory=lambda latents, ranks, brief: peak(configured=peak(needed=latents[0]), levels=[0]),
-        verified=lambda latents, ranks: peak(
-            configured=peak(needed=traced.get(latents[0], latents[0])), levels=[0]
+        memory_of=lambda latents, ranks: peak(
+            peak=peak(needed=traced.get(latents[0], latents[0])), levels=[0]
         ),
         seconds=lambda latents, ranks, levels: float(latents[0]),
         checkpointing="auto",
         lowest_levels=[[0]],
+        budget=budget,
     )
 
 
@@ -97,14 +103,16 @@ def made_of(traced: dict[int, float]) -> Any:
 def test_whole_clips_on_each_rank_are_preferred(
     budget: float, common: float, size: int, decided_by: str
 ) -> None:
-    bucket = _Bucket(made_of({}), BatchSpec(0, 1, (8, 8)), 4, memory_for(budget), 200)
+    made = made_of(budget, {})
+    bucket = _Bucket(made, made, BatchSpec(0, 1, (8, 8)), 4, 200)
     found = bucket.fitted("name", common)
     assert (found.batch.batch_size, found.decided_by) == (size, decided_by)
     assert found.deviation == pytest.approx(size / common - 1)
 
 
 def test_memory_decides_where_the_traced_batch_does_not_fit() -> None:
-    bucket = _Bucket(made_of({40: 51.0}), BatchSpec(0, 1, (8, 8)), 4, memory_for(50.0), 200)
+    on_line, exact = made_of(50.0, {}), made_of(50.0, {40: 51.0})
+    bucket = _Bucket(on_line, exact, BatchSpec(0, 1, (8, 8)), 4, 200)
     found = bucket.fitted("name", 40.0)
     assert (found.batch.batch_size, found.decided_by) == (36, "memory")
 
@@ -144,22 +152,14 @@ def test_recomputed_share() -> None:
     assert recomputed_share([1]) == pytest.approx(20 / 28)
 
 
-def test_all_numbers_lie_on_the_line() -> None:
-    """Also the largest block, which decides how much memory is needed beside the peak."""
-    low, high = Activations(1.0, 2.0, 30, largest=40), Activations(5.0, 10.0, 70, largest=80)
-    assert between(low, high, 0.25) == Activations(2.0, 4.0, 40, largest=50)
-    assert between(low, high, 2) == Activations(9.0, 18.0, 110, largest=120)
-
-
 def test_memory_of_whole_clips_lies_on_a_line(config: Path) -> None:
     cfg = load_train_config(config)
-    run = AffineEstimator(cfg, 2, None, "cpu", None)
+    run = LineEstimator(cfg, 2, device="cpu")
     latents = run.latents(BatchSpec(12, 5, (144, 256)))
-    on_line = run.memory(latents, 2, brief=True).configured.total
-    traced = run.verified(latents, 2).configured.total
+    on_line = run.memory_of(latents, 2).peak.total
+    traced = RunEstimator(cfg, 2, device="cpu").memory_of(latents, 2).peak.total
     # The first trace of a process also counts tables that later ones share.
     assert on_line == pytest.approx(traced, rel=5e-3)
-    assert traced == batch_memory(cfg, 2, latents, memory_gb=1, device="cpu").configured.total
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_batches_fit_and_one_more_clip_a_rank_would_not(config: Path) -> None:
             clips: int, shape: tuple[int, ...] = (3, num_frames, height // 4, width // 4)
         ) -> float:
             latents = (clips, *shape)
-            return batch_memory(cfg, 4, latents, memory_gb=1, device="cpu").configured.needed
+            return RunEstimator(cfg, 4, device="cpu").memory_of(latents, 2).peak.needed
 
-        assert needed(size) == one.memory.configured.needed <= budget_of(memory)
+        assert needed(size) == one.memory.peak.needed <= budget_of(memory)
         if one.decided_by == "memory":
             assert needed(size + 2) > budget_of(memory)
     assert "memory" in {one.decided_by for one in found.batches}
@@ -201,22 +201,22 @@ def test_adapters_leave_room_for_larger_batches(config: Path) -> None:
     for one in found.batches:
         size, frames, (height, width) = vars(one.batch).values()
         latents = (size, 3, frames, height // 4, width // 4)
-        traced = batch_memory(adapted, 2, latents, memory_gb=1, device="cpu").configured
-        assert traced.needed == pytest.approx(one.memory.configured.needed, rel=5e-3)
-        assert one.memory.configured.needed <= budget_of(memory)
+        traced = RunEstimator(adapted, 2, device="cpu").memory_of(latents, 2).peak
+        assert traced.needed == pytest.approx(one.memory.peak.needed, rel=5e-3)
+        assert one.memory.peak.needed <= budget_of(memory)
 
 
 @pytest.mark.slow
 def test_least_ranks_are_those_that_a_batch_fits_on(config: Path) -> None:
     cfg, batch = load_train_config(config, ["sp_size=1"]), BatchSpec(4, 5, (144, 256))
-    run = AffineEstimator(cfg, 4, None, "cpu", None)
+    run = LineEstimator(cfg, 4, device="cpu")
     latents, levels = run.latents(batch), run.lowest_levels[0]
     one, two = (run.peak(latents, ranks, levels).needed for ranks in (1, 2))
 
-    found = [
-        least_ranks(run, batch, memory_for(needed), (1, 2))
-        for needed in (1.01 * one, (one + two) / 2, 0.99 * two)
-    ]
+    found = []
+    for needed in (1.01 * one, (one + two) / 2, 0.99 * two):
+        run.memory = memory_for(needed)
+        found.append(least_ranks(run, batch, (1, 2)))
     assert found == [1, 2, None]
 
 
@@ -227,23 +227,30 @@ def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
     mesh: Any = SimpleNamespace(world_size=2, ranks_per_node=2, family=nested_groups(2, 2))
     for sp_size, asked in (("auto", "on 2 ranks"), ("{'144p x 5': 1}", "on 1 rank[^s]")):
         cfg = load_train_config(config, [f"sp_size={sp_size}"])
-        run = RunEstimator(cfg, 2, 80, "cpu", None, 2)
-        found = rank_batches._least_ranks(cfg, mesh, run, 80e9)
+        run = RunEstimator(cfg, 2, device="cpu", gpus_per_node=2)
+        found = rank_batches._least_ranks(cfg, mesh, run)
         assert set(found) == set(batches_by_name(cfg)) and set(found.values()) == {1}
 
+        run.memory = 1e6
         with pytest.raises(ValueError, match=f"144p x 5 .* {asked}"):
-            rank_batches._least_ranks(cfg, mesh, run, 1e6)
+            rank_batches._least_ranks(cfg, mesh, run)
         # A bucket without clips decides nothing.
+        run.memory = 80e9
         others = set(found) - {"144p x 5"}
-        assert rank_batches._least_ranks(cfg, mesh, run, 80e9, others).keys() == others
-        assert rank_batches._least_ranks(cfg, mesh, run, 1e6, set()) == {}
+        assert rank_batches._least_ranks(cfg, mesh, run, others).keys() == others
+        run.memory = 1e6
+        assert rank_batches._least_ranks(cfg, mesh, run, set()) == {}
 
 
 def test_nested_groups_of_any_world_lie_on_one_node(config: Path) -> None:
     """Seven ranks are 4 + 3; neighbours of one degree would not divide them."""
-    run = RunEstimator(load_train_config(config, ["sp_size=auto"]), 7, None, "cpu", None, 7)
+    run = RunEstimator(
+        load_train_config(config, ["sp_size=auto"]), 7, device="cpu", gpus_per_node=7
+    )
     assert not any(run.spans_nodes(ranks) for ranks in range(1, 8))
-    run = RunEstimator(load_train_config(config, ["sp_size=auto"]), 16, None, "cpu", None, 8)
+    run = RunEstimator(
+        load_train_config(config, ["sp_size=auto"]), 16, device="cpu", gpus_per_node=8
+    )
     assert [ranks for ranks in (1, 2, 4, 8, 16) if run.spans_nodes(ranks)] == [16]
 
 

@@ -9,10 +9,10 @@ import pytest
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
 from opensora_sp.models.recompute import OFFLOADED
-from opensora_sp.planner import batch_memory
+from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.planner.bucket_levels import BucketLevels
 from opensora_sp.planner.checkpointing import budget_of
-from opensora_sp.planner.run_estimator import Memory
+from opensora_sp.planner.run_estimator import Memory, RunEstimator
 from opensora_sp.training.activations import check_host
 
 pytestmark = pytest.mark.slow
@@ -23,14 +23,17 @@ INPUT = 360 * 32 * 32 * 1152 * 2  # bytes
 SETTINGS = ["sp_size=1", "model.depth=6", "num_frames=360"]
 
 
+SHAPE = BatchShape(1, 360, 32 * 32, 1152, 16)
+
+
 def memory_of(memory_gb: float, *, device: str = "cuda", setting: str = "auto") -> Memory:
     cfg = load_train_config(CONFIG, [*SETTINGS, f"grad_checkpoint={setting}"])
-    return batch_memory(cfg, 1, LATENTS, memory_gb=memory_gb, device=device)
+    return RunEstimator(cfg, 1, 1e9 * memory_gb, device=device).memory_of(LATENTS, 1)
 
 
 def test_inputs_leave_the_device_only_where_recomputation_does_not_suffice():
-    recomputed = memory_of(80, setting="True").configured
-    offloaded = memory_of(80, setting="offload").configured
+    recomputed = memory_of(80, setting="True").peak
+    offloaded = memory_of(80, setting="offload").peak
     # Of twelve inputs two stay.
     assert recomputed.activations - offloaded.activations == pytest.approx(10 * INPUT, rel=0.01)
 
@@ -42,26 +45,25 @@ def test_inputs_leave_the_device_only_where_recomputation_does_not_suffice():
     memory = memory_of(too_little)
     number = memory.levels.count(OFFLOADED)
     assert 0 < number < 12 and memory.levels == sorted(memory.levels, reverse=True)
-    assert memory.offloaded == memory.pinned == number * INPUT  # whole pages
-    assert memory.configured.needed <= budget_of(too_little * 1e9)
+    assert memory.pinned == number * INPUT  # whole pages
+    assert memory.peak.needed <= budget_of(too_little * 1e9)
     assert memory_of(1).levels == [OFFLOADED] * 12
 
 
 def test_bytes_on_the_host_are_those_of_whole_pages():
     """An input of 18 MB takes pages of 16 and 2 MiB, not one of 32."""
     cfg = load_train_config(CONFIG, ["grad_checkpoint=offload"])
-    memory = batch_memory(cfg, 8, (1, 4, 64, 64, 64), memory_gb=80, device="cuda")
-    assert memory.offloaded == memory.pinned == 56 * 18 * 1024**2
+    memory = RunEstimator(cfg, 8).memory_of((1, 4, 64, 64, 64), 8)
+    assert memory.pinned == 56 * 18 * 1024**2
 
     cfg = load_train_config(CONFIG, ["grad_checkpoint=offload", "sp_size=1", "model.depth=2"])
-    memory = batch_memory(cfg, 1, (1, 4, 1, 30, 40), memory_gb=80, device="cuda")
-    assert memory.offloaded == 4 * 300 * 1152 * 2
+    memory = RunEstimator(cfg, 1).memory_of((1, 4, 1, 30, 40), 1)
     assert memory.pinned == 4 * 1024**2
     assert memory.describe().endswith("pinned host memory: 0.004 GB of a rank")
 
 
 def test_a_run_refuses_batches_whose_inputs_do_not_fit_on_the_host():
-    planned = BucketLevels("512x512 x 360", 1, [LATENTS], [OFFLOADED] * 12, INPUT, "")
+    planned = BucketLevels("512x512 x 360", 1, SHAPE, [OFFLOADED] * 12, INPUT, "")
     check_host(planned, INPUT)
     message = (
         r"got batches of 512x512 x 360 .* with 0.849 GB .* expected at most 0.400 GB.*raise sp_size"
@@ -70,9 +72,8 @@ def test_a_run_refuses_batches_whose_inputs_do_not_fit_on_the_host():
         check_host(planned, 4e8)
 
 
-def test_plan_states_bytes_and_time(capsys: pytest.CaptureFixture[str]):
+def test_plan_states_bytes(capsys: pytest.CaptureFixture[str]):
     settings = [*SETTINGS, "grad_checkpoint=offload"]
     main(["plan", CONFIG, "--gpus", "1", "--gpu", "H200", "--cfg-options", *settings])
     text = " ".join(capsys.readouterr().out.split())
     assert "inputs of 12 of 12 blocks are kept in pinned host memory: 10.192 GB of a rank" in text
-    assert "20.4 GB to the host and back take 0.408 s, beside the computation" in text

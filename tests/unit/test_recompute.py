@@ -17,7 +17,9 @@ from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.planner import run_estimator
+from opensora_sp.planner.bucket_levels import BucketLevels, levels_for
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
 from opensora_sp.planner.trace import Activations, trace_activations
 from opensora_sp.training import activations
@@ -153,13 +155,10 @@ def test_the_budget_follows_how_blocks_run(
     monkeypatch: pytest.MonkeyPatch, compiled: bool, kernels: Kernels
 ) -> None:
     """Compiled or in eager mode, with the kernels that this process has verified."""
-    traced, set_levels, frames = [], [], []
+    traced, set_levels = [], []
 
-    def trace(
-        *args: Any, level: int, num_frames: int | None, kernels: Kernels, **others: Any
-    ) -> Activations:
+    def trace(*args: Any, level: int, kernels: Kernels, **others: Any) -> Activations:
         traced.append(kernels)
-        frames.append(num_frames)
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
     monkeypatch.setattr(run_estimator, "trace_activations", trace)
@@ -174,15 +173,33 @@ def test_the_budget_follows_how_blocks_run(
     device = torch.device("cuda")
     with using_kernels(kernels):
         budget = activations.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
-    budget.fit(torch.Size([1, 4, 16, 64, 64]), 16)
+    budget.fit(torch.Size([1, 4, 16, 64, 64]))
     assert traced and set(traced) == {kernels}
     (levels,) = set_levels
     assert (set(levels) == {0, EVERYTHING}) == compiled, levels
 
-    # Of a size that no plan has seen, with the frames of the video.
-    before = len(frames)
-    budget.fit(torch.Size([1, 4, 7, 64, 64]), 25)
-    assert set(frames[before:]) == {25} and len(set_levels) == 2
+    # Larger than what was planned.
+    traced.clear()
+    budget.fit(torch.Size([1, 4, 65, 64, 64]))
+    assert set_levels[1:] == [True] and not traced
+
+
+def test_a_batch_takes_the_levels_of_the_smallest_planned_batch_that_contains_it():
+    def planned(level: int, *sizes: int, ranks: int = 2) -> BucketLevels:
+        return BucketLevels("", ranks, BatchShape(*sizes, 24, 2), [level], 0, "")
+
+    plans = [planned(6, 4, 8, 100), planned(3, 2, 32, 200), planned(5, 2, 16, 300)]
+    plans.append(planned(1, 9, 99, 999, ranks=1))
+
+    def levels(*sizes: int, ranks: int = 2) -> list[int] | bool:
+        return levels_for(plans, BatchShape(*sizes, 24, 2), ranks)
+
+    assert levels(4, 8, 100) == levels(1, 8, 100) == [6]
+    assert levels(2, 16, 150) == [5] and levels(2, 17, 100) == [3]
+    assert (
+        levels(2, 17, 201) is True and levels(5, 1, 1) is True and levels(1, 1, 1, ranks=4) is True
+    )
+    assert levels(5, 8, 100, ranks=1) == [1]
 
 
 def test_descriptions():

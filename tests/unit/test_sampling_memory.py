@@ -201,10 +201,10 @@ def test_less_stays_on_the_device_the_less_memory_is_free(
     assert described(**own) == [dict(text=False, offload=False, micro_batch_size=1)]
 
     cfg = config(folder)
-    run = RunEstimator(cfg, 1, None, "cuda", None)
+    run = RunEstimator(cfg, 1)
     spec = BatchSpec(1, 8, (96, 96))
-    memory = run.memory(run.latents(spec), 1)
-    model = (memory.configured, memory.kept.total)
+    memory = run.memory_of(run.latents(spec), 1)
+    model = (memory.peak, memory.kept.total)
     candidates = [*placements(cfg)]
     tracer = EncoderTracer(spec, "cuda")
     peaks = [sampling_memory(one, tracer, *model).peak for one in candidates]

@@ -2,10 +2,6 @@
 
 torchrun --nproc_per_node 8 scripts/precompute.py \\
     configs/stdit3/train/16x256x256_sp2.py -o cache/16x256x256
-
-Predicted with Triton kernels, without the encoders:
-    8 x H100: 23.8 GB, 0.11 s a step, MFU 38%
-    8 x H200: 23.8 GB, 0.10 s a step, MFU 41%
 """
 
 _base_ = ["16x256x256_sp2.py"]

@@ -7,9 +7,6 @@ hf download hpcai-tech/OpenSora-STDiT-v3 --local-dir weights/stdit-v3
 python scripts/precompute.py configs/stdit3/train/lora_80gb.py -o cache/lora \\
     --cfg-options resolution=480p num_frames=51 max_steps=2000
 python scripts/train.py configs/stdit3/train/lora_24gb.py
-
-Predicted with Triton kernels, without the encoders:
-    1 GPU of 24 GB: 19.3 GB
 """
 
 _base_ = ["lora_80gb.py"]
