@@ -44,7 +44,7 @@ from opensora_sp.parallel.agreement import gathered
 from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.runtime.versions import source_digest
 
-from .verdicts import OK, Verdicts, device_facts, verdicts_of
+from .verdicts import OK, device_facts, verdicts_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ LOW_SCORE = -120.0
 TILE = 128  # Up to one tile of tokens no kernel is chosen for its speed.
 
 VERIFIED_ELSEWHERE = ("short_rows", "reference")  # as a Triton kernel; the definition
-Taken = Mapping[tuple[str, str], Collection["Case"]]  # by kind and kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,21 +146,25 @@ def _failed(
             backends[backend.name] = backend
 
     # Ranks of other machines may have other packages.
-    everywhere = {"taken": [list(key) for key in taken]}
-    seen = gathered(everywhere, None) if dist.is_initialized() else {0: everywhere}  # type: ignore[arg-type]
-    keys = sorted({(kind, name) for found in seen.values() for kind, name in found["taken"]})
+    own = {"{} attention by {}".format(*key): "taken" for key in taken}
+    seen = gathered(own, None) if dist.is_initialized() else {0: own}
+    labels = sorted({label for entries in seen.values() for label in entries})
 
-    def check(kind: str, name: str) -> str:
+    def check(label: str) -> str:
+        kind, *_, name = label.split()
         of_kind = [case for case in cases if case.sequences.kind == kind]
         some = taken.get((kind, name), of_kind)
         backend = backends.get(name) or Backend(name, 1, facts["deterministic"])
         return verify_backend(backend, some, device)
 
-    label = "{} by {}".format
-    checks = {label(*key): partial(check, *key) for key in keys}
+    checks = {label: partial(check, label) for label in labels}
     so_far = {kind: sorted(kernels) for kind, kernels in refused.items()}
-    verdicts: Verdicts = verdicts_of(checks, facts | {"refused": so_far}, device)
-    return {key: verdicts[label(*key)] for key in keys if verdicts[label(*key)] != OK}
+    failed: dict[tuple[str, str], str] = {}
+    for label, verdict in verdicts_of(checks, facts | {"refused": so_far}, device).items():
+        kind, *_, name = label.split()
+        if verdict != OK:
+            failed[kind, name] = verdict
+    return failed
 
 
 def verify_backend(backend: Backend, cases: Collection[Case], device: torch.device) -> str:
