@@ -11,8 +11,6 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_sp.data.atomic import atomic_write
-
 if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.device import Examination, Finding
     from opensora_sp.runtime.doctor.diagnosis import Diagnosis
@@ -87,6 +85,8 @@ def _as_json(found: Diagnosis | Examination) -> str:
 
 
 def _write_json(found: Diagnosis | Examination, file: str) -> None:
+    from opensora_sp.data.atomic import atomic_write
+
     with atomic_write(Path(file)) as partial:
         partial.write_text(_as_json(found) + "\n")
 

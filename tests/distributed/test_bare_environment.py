@@ -25,7 +25,8 @@ for block in blocks:
 assert all(weight.grad is not None for weight in model.parameters())
 third_party = {"numpy", "safetensors", "pydantic", "colossalai", "diffusers", "transformers"}
 assert not third_party & set(sys.modules)
-dist.destroy_process_group()
+from opensora_sp.parallel import shutdown_process_group
+shutdown_process_group()
 print("verified")
 """
 
