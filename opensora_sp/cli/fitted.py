@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from opensora_sp.config import InferenceConfig, TrainConfig
     from opensora_sp.planner.fit import Fit, FittedBatch
 
-DELETE = "_delete_"  # in a dict: do not merge it into the inherited one
-CHOSEN = ("bucket_config", "batch_size", "grad_checkpoint")  # keys that are chosen
 UNITS = {"": 1e9, "GB": 1e9, "GiB": 1024**3}
 COLUMNS = 100
 
@@ -30,11 +27,11 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
         ValueError: for a sampling config, a size without a known unit, a file that exists, or a
             bucket of which not one clip fits.
     """
-    from opensora_sp.config import load_either
+    from opensora_sp.config import dump_config, load_either
+    from opensora_sp.planner.batches import with_batch_sizes_in
     from opensora_sp.planner.communicators import GPUS_OF_NODE
     from opensora_sp.planner.fit import LARGEST_BATCH, fit
     from opensora_sp.planner.run_plan import check_numbers, rates_of
-    from opensora_sp.shipped import or_shipped
 
     memory = parse_memory(args.fit)
     out = check_out(args.config, args.out, args.fit, overwrite=args.overwrite)
@@ -55,11 +52,8 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
         progress=progress,
     )
 
-    source = or_shipped(args.config)
-    # The package does not move with a project.
-    base = relative(source, out) if source == Path(args.config) else str(source)
-    changed = _changed_values(args.config, args.cfg_options)
-    out.write_text(config_text(cfg, fitted, base, changed, _command(args)), encoding="utf-8")
+    written = with_batch_sizes_in(cfg, fitted.sizes)
+    out.write_text(f"# {_command(args)}\n{dump_config(written)}", encoding="utf-8")
     shown = json.dumps(fitted.to_dict(), indent=1) if args.json else table(fitted, cfg)
     sys.stdout.write(f"{shown}\n" if args.json else f"{shown}\nwritten: {out}\n")
 
@@ -170,114 +164,12 @@ def _blocks(one: FittedBatch) -> str:
     return f"{text}, {offloaded} inputs on the host" if offloaded else text
 
 
-def config_text(
-    cfg: TrainConfig, fit: Fit, base: str, changed: dict[str, Any], command: Sequence[str]
-) -> str:
-    """A config of the fitted batches, based on another one.
-
-    Args:
-        base: path of the config that was fitted, relative to the new one.
-        changed: values of the command line, which are part of the new config.
-        command: that was run.
-    """
-    lines = [
-        f'"""{Path(base).stem} with batch sizes that fit into {fit.memory / 1e9:.4g} GB.',
-        "",
-        f"Micro-batches take about {fit.seconds:.3g} s. Written by::",
-        "",
-        *_shell_lines(command),
-        '"""',
-        "",
-        f"_base_ = [{_quoted(base)}]",
-        "",
-    ]
-
-    for key, value in changed.items():
-        if key not in CHOSEN:
-            lines.append(f"{key} = {_literal(value)}")
-
-    lines += [
-        "# What blocks keep is chosen for each bucket when a run starts.",
-        f"grad_checkpoint = {_literal(cfg.grad_checkpoint)}",
-    ]
-    if cfg.bucket_config is None:
-        return "\n".join([*lines, f"batch_size = {fit.batches[0].batch.batch_size}"]) + "\n"
-    replaces = "bucket_config" in changed
-    return "\n".join([*lines, *_bucket_lines(cfg.bucket_config, fit, replaces)]) + "\n"
-
-
-def _bucket_lines(bucket_config: dict[str, dict[int, Any]], fit: Fit, replaces: bool) -> list[str]:
-    """``bucket_config`` with the chosen sizes, and what decided on each."""
-    from opensora_sp.data.buckets import with_batch_sizes
-
-    reasons = {one.name: f"  # {one.seconds:.3g} s, {one.decided_by}" for one in fit.batches}
-    lines = ["bucket_config = {"]
-    if replaces:
-        lines.append(f'    "{DELETE}": True,')
-    for resolution, by_frames in with_batch_sizes(bucket_config, fit.sizes).items():
-        lines.append(f"    {_quoted(resolution)}: {{")
-        for num_frames, (keep, batch_size) in by_frames.items():
-            reason = reasons.get(f"{resolution} x {num_frames}", "")
-            lines.append(f"        {num_frames}: ({keep!r}, {batch_size}),{reason}")
-        lines.append("    },")
-    return [*lines, "}"]
-
-
-def _changed_values(config: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The overrides of a config as a file inherits it: a dict replaces another one."""
-    from opensora_sp.config.files import read_config
-    from opensora_sp.config.options import parse_override
-
-    inherited = read_config(config)
-    changed: dict[str, Any] = {}
-    for text in overrides:
-        keys, value = parse_override(text)
-        was_dict = isinstance(inherited.get(tuple(keys)), dict)
-        if isinstance(value, dict):
-            value = {DELETE: True, **value}
-        elif value is None and was_dict:
-            value = {DELETE: True}
-
-        parent = changed
-        for part in keys[:-1]:
-            parent = parent.setdefault(part, {})
-        parent[keys[-1]] = value
-    return changed
-
-
-def _command(args: argparse.Namespace) -> list[str]:
+def _command(args: argparse.Namespace) -> str:
     """The command that chooses and writes the same."""
     command = ["opensora-sp", "plan", args.config, "--fit", args.fit]
     for name in ("gpus", "gpus_per_node", "gpu", "largest_batch", "out"):
-        value = getattr(args, name)
-        if value is not None:
-            command += [f"--{name.replace('_', '-')}", str(value)]
-    return [*command, *(["--cfg-options", *args.cfg_options] if args.cfg_options else [])]
-
-
-def _literal(value: Any) -> str:
-    """Python source; dicts as in the project's configs."""
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return "dict(" + ", ".join(f"{key}={_literal(one)}" for key, one in value.items()) + ")"
-    return _quoted(value) if isinstance(value, str) else repr(value)
-
-
-def _quoted(text: str) -> str:
-    return repr(text) if '"' in text or "\\" in text else f'"{text}"'
-
-
-def _shell_lines(command: Sequence[str]) -> list[str]:
-    """The command in lines that a shell joins."""
-    lines: list[str] = [""]
-    for part in map(shlex.quote, command):
-        if len(lines[-1]) + len(part) > COLUMNS - 12:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {part}".strip()
-    # A docstring has two backslashes for one.
-    joined = " \\\\\n        ".join(lines)
-    return f"    {joined}".split("\n")
-
-
-def relative(path: Path, to: Path) -> str:
-    """The path of a file as seen from the folder of another one, with forward slashes."""
-    return Path(os.path.relpath(path, to.parent)).as_posix()
+        number = getattr(args, name)
+        if number is not None:
+            command += [f"--{name.replace('_', '-')}", str(number)]
+    options = ["--cfg-options", *args.cfg_options] if args.cfg_options else []
+    return shlex.join(command + options).replace("\n", " ")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .layout import BatchAxes, Partition, rank_ranges, unit_ranges
+from .layout import BatchAxes, Partition, rank_ranges
 from .protocols import Grid
 
 Stated = TypeVar("Stated")
@@ -88,10 +88,6 @@ class BatchShape:
     def axes(self) -> BatchAxes:
         """The axes of a layout."""
         return BatchAxes(self.num_samples, self.frames, self.patches, self.heads, self.windows)
-
-    def units(self, layout: str, ranks: int) -> list[int]:
-        """Units of a layout that each rank holds."""
-        return [last - first for first, last in unit_ranges(self.axes, layout, ranks)]
 
     def entries(self, layout: str, ranks: int) -> list[int]:
         """Tokens, or heads of tokens, that each rank holds in a layout."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.data import Buckets
+from opensora_sp.data.buckets import with_batch_sizes
 
 CHOSEN_AT_START = 0
 """The batch size of a bucket whose config leaves it out."""
@@ -48,3 +50,13 @@ def batches_by_name(cfg: TrainConfig | InferenceConfig) -> dict[str, BatchSpec]:
         size = entry.batch_size or CHOSEN_AT_START
         found[entry.name] = BatchSpec(size, shape.num_frames, (shape.height, shape.width))
     return found
+
+
+def with_batch_sizes_in(cfg: TrainConfig, sizes: Mapping[str, int]) -> TrainConfig:
+    """The config with these batch sizes by the names of ``batches_by_name``; others stay."""
+    if cfg.bucket_config is None:
+        (size,) = sizes.values()
+        return cfg.model_copy(update={"batch_size": size})
+    bucket_config = with_batch_sizes(cfg.bucket_config, sizes)
+    largest = Buckets.of(bucket_config).largest.batch_size
+    return cfg.model_copy(update={"bucket_config": bucket_config, "batch_size": largest or 1})

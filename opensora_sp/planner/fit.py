@@ -26,7 +26,7 @@ from opensora_sp.parallel.cost_model import CostModel
 from .batches import BatchSpec, batches_by_name
 from .bucket_levels import ranks_of_bucket
 from .checkpointing import memory_for
-from .run_estimator import Memory, RunEstimator
+from .run_estimator import Estimate, Memory, RunEstimator
 from .trace import Activations
 
 TOLERANCE = 0.1
@@ -166,17 +166,6 @@ class LineEstimator(RunEstimator):
         return Activations(*(first + position * (last - first) for first, last in ends))
 
 
-class Step(NamedTuple):
-    """A micro-batch: its clips, the bytes that it needs, its seconds, whether inputs are on the
-    host.
-    """
-
-    size: int
-    needed: float
-    seconds: float
-    offloads: bool
-
-
 class Times(NamedTuple):
     """Seconds of a bucket's shortest and longest micro-batch."""
 
@@ -197,7 +186,7 @@ class _Bucket:
     ) -> None:
         self.estimator, self.exact = estimator, exact
         self.batch, self.ranks, self.limit = batch, ranks, largest_batch
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, Estimate] = {}
 
     @cached_property
     def largest(self) -> int | None:
@@ -238,24 +227,25 @@ class _Bucket:
 
     def fits(self, size: int) -> bool:
         """Whether a batch fits. Inputs of blocks leave the device for a single clip only."""
-        step = self.step(size)
+        memory = self.step(size).memory
         may_offload = size == 1 or self.estimator.checkpointing != "auto"
-        return step.needed <= self.exact.budget and (may_offload or not step.offloads)
+        offloads = OFFLOADED in memory.levels
+        return memory.peak.needed <= self.exact.budget and (may_offload or not offloads)
 
-    def step(self, size: int) -> Step:
+    def step(self, size: int) -> Estimate:
         """A micro-batch of this size, which keeps as much as fits."""
         if size not in self._steps:
-            memory = self.estimator.memory_of(self._latents(size), self.ranks)
-            self._steps[size] = self._step(size, memory)
+            self._steps[size] = self.estimator.estimate(self._latents(size), self.ranks)
         return self._steps[size]
 
     def fitted(self, name: str, common: float) -> FittedBatch:
         """The batch whose step comes closest to the common time without taking longer."""
         size = self._size_for(common)
-        decided_by = self._decided_by(size)
+        decided_by = TIME
+        if size == self.largest_size:
+            decided_by = LIMIT if self.is_limited else MEMORY
         while True:
-            memory = self.exact.memory_of(self._latents(size), self.ranks)
-            step = self._steps[size] = self._step(size, memory)
+            step = self._steps[size] = self.exact.estimate(self._latents(size), self.ranks)
             if self.fits(size) or size == 1:
                 break
             # The line was too low, by less than a clip of each rank.
@@ -266,7 +256,7 @@ class _Bucket:
             name,
             replace(self.batch, batch_size=size),
             self.ranks,
-            memory,
+            step.memory,
             step.seconds,
             decided_by,
             deviation=step.seconds / common - 1,
@@ -284,15 +274,6 @@ class _Bucket:
         if whole is not None and self.step(whole).seconds >= (1 - TOLERANCE) * common:
             return whole
         return _last(longer, is_short) or whole or 1
-
-    def _decided_by(self, size: int) -> str:
-        if size < self.largest_size:
-            return TIME
-        return LIMIT if self.is_limited else MEMORY
-
-    def _step(self, size: int, memory: Memory) -> Step:
-        seconds = self.estimator.seconds(self._latents(size), self.ranks, memory.levels)
-        return Step(size, memory.peak.needed, seconds, OFFLOADED in memory.levels)
 
     def _latents(self, size: int) -> tuple[int, ...]:
         return self.estimator.latents(replace(self.batch, batch_size=size))

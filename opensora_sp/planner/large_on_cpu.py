@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.cost_model import CPU
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .batches import batches_by_name
 from .memory import ModelSizes, Persistent
@@ -33,9 +33,11 @@ def warn_if_large_on_cpu(
     if device.type != "cpu" or ModelSizes.of(spec.name, spec.config).total < LARGE:
         return
 
-    run = RunEstimator(
-        _on_cpu(cfg, mesh), mesh.world_size, device="cpu", gpus_per_node=mesh.ranks_per_node
-    )
+    if isinstance(cfg, InferenceConfig):
+        cfg = cfg.model_copy(update={"sp_size": mesh.sp_size})
+    rates, per_node = cost_model_of(cfg.cost_model, default=CPU), mesh.ranks_per_node
+    run = RunEstimator(cfg, mesh.world_size, device="cpu", rates=rates, gpus_per_node=per_node)
+    state = run.persistent if run.training else Persistent.sampling(run.sizes, run.dtype.itemsize)
     logger.warning(
         "%s has %.0f M parameters, and torch sees no GPU: expect at least %s, and in each process "
         "%.1f GB of memory for %s; run it on GPUs (opensora-sp doctor reports what is wrong if "
@@ -43,23 +45,9 @@ def warn_if_large_on_cpu(
         run.name,
         run.sizes.total / 1e6,
         _expected_time(run),
-        _persistent(run).total / 1e9,
+        state.total / 1e9,
         "weights and optimizer" if run.training else "the weights",
     )
-
-
-def _on_cpu(
-    cfg: TrainConfig | InferenceConfig, mesh: SequenceMesh
-) -> TrainConfig | InferenceConfig:
-    """The config with a CPU's rates, unless it names some; for sampling with the chosen degree."""
-    update: dict[str, Any] = {"cost_model": cfg.cost_model or CPU.name}
-    if isinstance(cfg, InferenceConfig):
-        update["sp_size"] = mesh.sp_size
-    return cfg.model_copy(update=update)
-
-
-def _persistent(run: RunEstimator) -> Persistent:
-    return run.persistent if run.training else Persistent.sampling(run.sizes, run.dtype.itemsize)
 
 
 def _expected_time(run: RunEstimator) -> str:

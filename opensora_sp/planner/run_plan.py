@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.schedule import describe_schedule
@@ -17,6 +17,9 @@ from .bucket_levels import ranks_of_bucket
 from .communicators import Communicators
 from .run_estimator import Estimate, RunEstimator
 from .sampling_memory import SamplingMemory
+
+BatchOnRanks = tuple[BatchSpec, int]
+"""A batch, and the number of ranks that share it."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,6 @@ class BatchEstimate(Estimate):
     reason: str
     fits: bool
     sampling: SamplingMemory | None = None
-
-
-class BatchOnRanks(NamedTuple):
-    """A batch, and the number of ranks that share it."""
-
-    batch: BatchSpec
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -141,10 +137,10 @@ def _buckets_on_ranks(
 ) -> list[BatchOnRanks]:
     """The batches of each bucket, with each number of ranks that share them."""
     buckets_of(run.cfg)  # refuses those whose size is chosen later
-    batches = []
+    batches: list[BatchOnRanks] = []
     for name, batch in batches_by_name(run.cfg).items():
         ranks = degrees.get(name) or [ranks_of_bucket(name, batch, run)]
-        batches += [BatchOnRanks(batch, number) for number in ranks]
+        batches += [(batch, number) for number in ranks]
     return batches
 
 

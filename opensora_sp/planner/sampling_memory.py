@@ -68,15 +68,6 @@ class SamplingMemory:
 
 
 @dataclass(frozen=True)
-class EncoderMemory:
-    """Bytes of an encoder: weights on the device between calls, in a call, and activations."""
-
-    resident: int
-    in_call: int
-    activations: int
-
-
-@dataclass(frozen=True)
 class Traced:
     """Bytes of an encoder wherever its weights are: all of them, those that a call has when layers
     are copied one at a time, and activations.
@@ -86,12 +77,15 @@ class Traced:
     streamed: int = 0
     activations: int = 0
 
-    def placed(self, offload: Any) -> EncoderMemory:
-        """With the option ``offload`` of an encoder."""
+    def between_calls(self, offload: Any) -> int:
+        """Bytes of weights on the device between calls, with the encoder's option ``offload``."""
+        return 0 if offload else self.weights
+
+    def in_call(self, offload: Any) -> int:
+        """Bytes that a call adds to these."""
         if not offload:
-            return EncoderMemory(self.weights, 0, self.activations)
-        in_call = self.streamed if offload == "layers" else self.weights
-        return EncoderMemory(0, in_call, self.activations)
+            return self.activations
+        return self.activations + (self.streamed if offload == "layers" else self.weights)
 
 
 def placements(cfg: InferenceConfig) -> Iterator[InferenceConfig]:
@@ -144,14 +138,15 @@ def sampling_memory(
     cfg: InferenceConfig, tracer: EncoderTracer, steps: MemoryPeak, weights: int
 ) -> SamplingMemory:
     """The estimate of one placement; see ``placed``."""
-    text = tracer.text(cfg).placed(cfg.text_encoder.get("offload"))
-    vae = tracer.vae(cfg).placed(cfg.vae.get("offload"))
-    encoders = text.resident + vae.resident
+    offloads = [cfg.text_encoder.get("offload"), cfg.vae.get("offload")]
+    traced = [tracer.text(cfg), tracer.vae(cfg)]
+    encoders = sum(map(Traced.between_calls, traced, offloads))
     kept = weights + encoders + (CUBLAS_WORKSPACE if tracer.device == "cuda" else 0)
+    text, decoding = map(Traced.in_call, traced, offloads)
     return SamplingMemory(
-        text=kept + text.in_call + text.activations,
+        text=kept + text,
         steps=steps.total + encoders + _keys_and_values(cfg, tracer.spec),
-        decoding=kept + vae.in_call + vae.activations,
+        decoding=kept + decoding,
         placement=describe_placement(cfg),
     )
 
@@ -251,16 +246,15 @@ class EncoderTracer:
         return self._traced[key]
 
     def _trace_text(self, config: dict[str, Any], count: int) -> Traced:
-        text_encoder = _encoder("text_encoder", config, TEXT_ENCODERS)
-        if not isinstance(text_encoder, FrozenEncoder):
+        encoder = _encoder("text_encoder", config, TEXT_ENCODERS)
+        if not isinstance(encoder, FrozenEncoder):
             return Traced()
 
-        encoder: Any = text_encoder
-        features = encoder.features
+        text_encoder: Any = encoder
         with torch.device("meta"):
-            ids = torch.zeros(count, encoder.max_length, dtype=torch.int64)
+            ids = torch.zeros(count, text_encoder.max_length, dtype=torch.int64)
         with _counting(self.device) as live:
-            features(ids, torch.ones_like(ids))
+            text_encoder.features(ids, torch.ones_like(ids))
         whole = weight_bytes(encoder)
         layers = [weight_bytes(layer) for layer in encoder.streamed_layers]
         return Traced(whole, whole - sum(layers) + max(layers, default=0), live.peak)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import CachedFeatures
-from opensora_sp.data.buckets import Buckets, batch_sizes_of, with_batch_sizes
+from opensora_sp.data.buckets import Buckets, batch_sizes_of
 from opensora_sp.features.build import (
     TrainingSet,
     largest_batch,
@@ -29,6 +29,7 @@ from opensora_sp.features.build import (
 from opensora_sp.features.cached import check_clips
 from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh
+from opensora_sp.planner.batches import with_batch_sizes_in
 from opensora_sp.planner.fit import Fit, fit
 from opensora_sp.runtime import check_shared_memory
 from opensora_sp.runtime.cost_model_file import cost_model_of
@@ -53,7 +54,7 @@ def provisional(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
         return cfg
     assert cfg.bucket_config is not None
     names = Buckets.of(cfg.bucket_config).without_batch_size
-    return _with_sizes(cfg, dict.fromkeys(names, 1))
+    return with_batch_sizes_in(cfg, dict.fromkeys(names, 1))
 
 
 def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
@@ -76,7 +77,7 @@ def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
             "lacks as well; expected the buckets of the run that is resumed; change them back, or "
             f"start a new run from these weights with --cfg-options load={checkpoint}"
         )
-    return _with_sizes(cfg, {name: known[name] for name in names})
+    return with_batch_sizes_in(cfg, {name: known[name] for name in names})
 
 
 def with_chosen_batch_sizes(
@@ -114,7 +115,7 @@ def with_chosen_batch_sizes(
             _log(fitted)
     dist.broadcast_object_list(chosen, src=0)
 
-    cfg = _with_sizes(cfg, chosen[0])
+    cfg = with_batch_sizes_in(cfg, chosen[0])
     _check(cfg, dataset)
     return cfg
 
@@ -147,13 +148,6 @@ def _log(fitted: Fit) -> None:
             one.seconds,
             one.decided_by,
         )
-
-
-def _with_sizes(cfg: TrainConfig, sizes: dict[str, int]) -> TrainConfig:
-    assert cfg.bucket_config is not None
-    bucket_config = with_batch_sizes(cfg.bucket_config, sizes)
-    batch_size = Buckets.of(bucket_config).largest.batch_size
-    return cfg.model_copy(update={"bucket_config": bucket_config, "batch_size": batch_size or 1})
 
 
 def _check(cfg: TrainConfig, dataset: TrainingSet) -> None:
