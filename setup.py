@@ -49,8 +49,9 @@ setup(
         "pyarrow",
         "pydantic>=2.7",
         "safetensors",
-        "sentencepiece",
+        "sentencepiece>=0.2.1",
         "setuptools<81",  # mmengine and TensorBoard import pkg_resources
+        "tokenizers",
         "torch>=2.11",
         "tqdm",
         "transformers>=5.0",

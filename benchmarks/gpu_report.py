@@ -6,7 +6,8 @@ python -m benchmarks gpu_report --quick --doctor     # a minute; also compares r
 Three parts: ceilings (the same as of ``opensora-sp doctor --device``); attention of STDiT3-XL/2 by
 every kernel, forward, backward and peak memory; forward and backward of STDiT3-XL/2 in bf16, its
 MFU and peak memory. The optimizer step and the links are not a part of it. A kernel or a step that
-fails is reported with its error, and the rest still runs.
+fails is reported with its error, and the rest still runs. The model runs the Triton kernels that a
+run would, after they were verified, and predictions are those of these kernels.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opensora_sp.device_verification import choose_kernels
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
+from opensora_sp.models.kernels import Kernels, current_kernels
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
@@ -86,6 +90,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what blocks keep for backward: 0 recomputes all (default), -1 also keeps their "
         "inputs on the host",
     )
+    parser.add_argument(
+        "--kernels",
+        choices=get_args(Kernels),
+        default="auto",
+        help="as in a config; auto: the Triton kernels that this GPU has verified",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median")
     parser.add_argument("--quick", action="store_true", help="two pairs of blocks, small ceilings")
     parser.add_argument("--doctor", action="store_true", help="also run doctor --device")
@@ -106,6 +116,9 @@ def run(args: argparse.Namespace) -> Figures:
     gpu = GPUS[args.gpu or known_gpu(name)]
 
     figures: Figures = {"device": name, "versions": versions()}
+    # As a run of this model does, before its first step.
+    like = SimpleNamespace(config=resolve_config(MODEL))
+    figures["kernels"] = choose_kernels(args.kernels, like, dtype=BF16, device=DEVICE)
     figures["ceilings"] = list(ceilings(gpu, args))
     print_table(f"{name}: ceilings", figures["ceilings"])
     figures["attention"] = list(attentions(gpu, args))
@@ -272,6 +285,7 @@ def plan_of(config: Any, shape: Shape, gpu: CostModel, level: int) -> tuple[floa
         options=Options(),
         ranks=1,
         dtype=BF16,
+        kernels=current_kernels(),
     )
     return seconds, activations.at(config.depth)
 

@@ -9,7 +9,8 @@ STDiT3-XL/2, for a GPU.
 The naive model has the same parameters and output. It has explicit attention scores, separate
 operations for modulation, norm and rotation, and rearranges tokens around each temporal attention.
 Both take turns in one process on one thread; the result is the median of the ratios. On CPU it is
-of CPU time, which other processes disturb less than wall time; on CUDA, in bf16, of wall time.
+of CPU time, which other processes disturb less than wall time; on CUDA, in bf16, of wall time, and
+the model runs the Triton kernels that a run would, after they were verified.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora_sp.device_verification import choose_kernels
 from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models.kernels import Kernels
 
 SIZES = [((16, 256), 1.0), ((4, 1024), 1.3)]  # (T, S), and the smallest speedup
 XL_SHAPES = [(16, 256, 16), (15, 1590, 1), (15, 1590, 5), (30, 3600, 1)]  # T, S, B
@@ -37,6 +40,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument(
+        "--kernels",
+        choices=get_args(Kernels),
+        default="auto",
+        help="as in a config; auto: the Triton kernels that this GPU has verified",
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile per block")
     parser.add_argument(
         "--xl", action="store_true", help="STDiT3-XL/2 in bf16 instead: tokens/s and MFU"
@@ -79,6 +88,7 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> dict[s
         attention=args.attention,
     )
     model.to(args.device, dtype)
+    choose_kernels(args.kernels, model, dtype=dtype, device=torch.device(args.device))
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.05)
@@ -105,10 +115,13 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> dict[s
     return {"T": T, "S": S, "ratios": ratios, "limit": at_least, "kept": kept}
 
 
-def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> dict[str, float]:
+def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> dict[str, Any]:
     """Print tokens/s and model FLOPs utilisation of STDiT3-XL/2, without optimizer."""
     model = build_model("STDiT3-XL/2", attention=args.attention).to(args.device, torch.bfloat16)
     model.set_grad_checkpoint(args.checkpointing)
+    kernels = choose_kernels(
+        args.kernels, model, dtype=torch.bfloat16, device=torch.device(args.device)
+    )
     if args.compile:
         compile_blocks(model)
 
@@ -137,6 +150,7 @@ def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> dict[str, float
         "seconds": taken,
         "tokens_per_second": tokens / taken,
         "mfu": mfu,
+        "kernels": kernels,
     }
 
 

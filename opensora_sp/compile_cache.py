@@ -48,7 +48,7 @@ def use_triton_cache() -> None:
 def _usable_folder() -> Path:
     """The folder for compiled code; a temporary one of this process where that cannot be used."""
     try:
-        folder = Path(os.environ[INDUCTOR]) if os.environ.get(INDUCTOR) else default_folder()
+        folder = _folder_of_user() or default_folder()
         if folder is None:
             raise FileNotFoundError("the user has no home folder")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -61,6 +61,18 @@ def _usable_folder() -> Path:
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         logger.warning("compiled code is kept for this process only: %s", error)
         return temporary
+
+
+def _folder_of_user() -> Path | None:
+    """The folder of graphs that the user's environment sets.
+
+    At an import of ``torch._dynamo`` torch sets the variable as well, to a temporary folder.
+    """
+    if not (name := os.environ.get(INDUCTOR)):
+        return None
+    folder = Path(name)
+    is_of_torch = folder.name.startswith("torchinductor_")
+    return None if is_of_torch and folder.parent == Path(tempfile.gettempdir()) else folder
 
 
 def cache_folder() -> Path | None:

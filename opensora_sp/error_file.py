@@ -23,7 +23,8 @@ EXIT_TIMEOUT = 20.0  # seconds that a rank waits for the first failing rank of i
 def write_error_file(reason: str) -> bool:
     """Store the reason of a failure for torchrun; returns whether this rank is the first to fail.
 
-    The last lines of torchrun are the reason with the earliest timestamp. Without torchrun, every
+    The last lines of torchrun are the reason with the earliest timestamp. Above them it lists the
+    other ranks: these leave their reason out, which is mostly the same. Without torchrun, every
     process counts as the first.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -37,7 +38,10 @@ def write_error_file(reason: str) -> bool:
     with suppress(OSError):
         if not os.path.exists(file):
             timestamp = int(time.time()) + (not is_first)
-            Path(file).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
+            # As torch writes it, but for the stack: only so is the exit status added quietly.
+            message = {"message": reason, "extraInfo": {"timestamp": str(timestamp)}}
+            content = {"message": message if is_first else "", "timestamp": timestamp}
+            Path(file).write_text(json.dumps(content))
     return is_first
 
 

@@ -1,10 +1,10 @@
 """Pickled weights without unpickling them here: a confined process reads names and shapes.
 
-A pickle can run code as it is read, and so can a TorchScript archive of the same name. The
-``weights_only=True`` of ``torch.load`` has twice not kept its promise (CVE-2025-32434,
-CVE-2026-24747). So torch never reads such a file. The process of ``opensora_sp.unpickler`` lists
-where in the file each tensor is, and this one maps these bytes. The list is not trusted either:
-each entry must lie within the file.
+A pickle can run code as it is read, and so can a TorchScript archive of the same name. With
+``weights_only=True``, ``torch.load`` executed code until torch 2.6 (CVE-2025-32434) and wrote
+outside of its memory until 2.10 (CVE-2026-24747). So torch never reads such a file. The process of
+``opensora_sp.unpickler`` lists where in the file each tensor is, and this one maps these bytes. The
+list is not trusted either: each entry must lie within the file.
 """
 
 from __future__ import annotations

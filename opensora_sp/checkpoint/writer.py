@@ -142,7 +142,8 @@ class Saver:
 
     def __init__(self) -> None:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._group = dist.new_group(backend=host_backend()) if self._world > 1 else None
+        # Of torch: a process group, or a number for ranks that are in none.
+        self._group: Any = dist.new_group(backend=host_backend()) if self._world > 1 else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
         self._saving: Future[None] | None = None
 

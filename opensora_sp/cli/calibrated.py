@@ -24,8 +24,8 @@ def run_calibration(args: argparse.Namespace) -> None:
     from opensora_sp.planner.calibration import calibrate
     from opensora_sp.runtime import raise_on_all_ranks
     from opensora_sp.runtime.cost_model_file import write_cost_model
+    from opensora_sp.runtime.process_group import join_processes
     from opensora_sp.runtime.versions import versions
-    from opensora_sp.sampling.run import join_processes
 
     path = Path(args.calibrate)
     with raise_on_all_ranks():

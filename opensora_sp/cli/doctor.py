@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from opensora_sp.runtime.doctor.device import Examination
+    from opensora_sp.runtime.doctor.device import Examination, Finding
     from opensora_sp.runtime.doctor.diagnosis import Diagnosis
     from opensora_sp.runtime.doctor.host_report import Check
 
@@ -21,6 +23,7 @@ HELP = (
 EXAMPLE = "opensora-sp doctor"
 MIN_WIDTH, MAX_WIDTH = 60, 110
 LABEL_WIDTH = 18
+CHECK_WIDTH = 46  # of the longest name of a finding, about
 MARGIN = " " * (7 + LABEL_WIDTH + 1)
 
 
@@ -35,7 +38,14 @@ def parser() -> argparse.ArgumentParser:
         help="as for launchers (default: 29500)",
     )
     add("--no-collective", dest="collective", action="store_false", help="start no ranks")
-    add("--json", action="store_true", help="report as JSON, with what must be equal on all hosts")
+    add(
+        "--json",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="report as JSON, with what must be equal on all hosts. With --device, FILE is written "
+        "after each finding, so that a run that is stopped leaves what it found",
+    )
     add(
         "--device",
         nargs="?",
@@ -52,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     found: Diagnosis | Examination
     if args.device is not None:
         found = _examine_device(args)
-        text = device_table(found)
+        text = device_summary(found)
     else:
         from opensora_sp.runtime.doctor.diagnosis import diagnose
 
@@ -62,34 +72,71 @@ def run(args: argparse.Namespace) -> None:
         found, text = diagnosis, table(diagnosis)
 
     if args.json:
-        text = json.dumps(found.to_dict(), indent=1)
-    sys.stdout.write(text + "\n")
+        _write_json(found, args.json)
+    if args.json == "":
+        text = _as_json(found)
+    _say(text)
     if not found.ok:
         sys.exit(1)
+
+
+def _as_json(found: Diagnosis | Examination) -> str:
+    return json.dumps(found.to_dict(), indent=1)
+
+
+def _write_json(found: Diagnosis | Examination, file: str) -> None:
+    from opensora_sp.data.atomic import atomic_write
+
+    with atomic_write(Path(file)) as partial:
+        partial.write_text(_as_json(found) + "\n")
 
 
 def _examine_device(args: argparse.Namespace) -> Examination:
     from opensora_sp.runtime.doctor.device import examine_device, setup_for
 
-    return examine_device(setup_for(args.device))
+    setup = setup_for(args.device)
+    latest: list[Examination] = []
+    prints = args.json != ""
+
+    def report(found: Examination) -> None:
+        latest[:] = [found]
+        if args.json:
+            _write_json(found, args.json)
+        if prints:
+            _say(device_line(found.findings[-1]))
+
+    if prints:
+        _say(f"{setup.name}\n  {'check':{CHECK_WIDTH}}  {'got':>12}  {'bound':>12}  verdict")
+    # As `timeout` stops a command: what was found until then is printed below.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return examine_device(setup, report)
+    except BaseException:
+        if not prints and latest:
+            _say(_as_json(latest[0]))
+        raise
 
 
-def device_table(examination: Examination) -> str:
-    """A line per finding: measured value, bound, verdict; below it the note if it did not pass."""
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def device_line(finding: Finding) -> str:
+    """Measured value, bound, verdict; below it the note if it did not pass."""
+    sign = ">=" if finding.at_least else "<="
+    bound = "-" if finding.bound is None else f"{sign} {finding.bound:.3g}"
+    got = "-" if finding.got is None else f"{finding.got:.3g} {finding.unit}".strip()
+    line = f"  {finding.name:{CHECK_WIDTH}}  {got:>12}  {bound:>12}  {finding.verdict}"
+    return f"{line}\n    -> {finding.note}" if finding.note and finding.verdict != "ok" else line
+
+
+def device_summary(examination: Examination) -> str:
+    """How many findings failed, and the time of all."""
     findings = examination.findings
-    width = max(len(finding.name) for finding in findings)
-    lines = [examination.device, f"  {'check':{width}}  {'got':>12}  {'bound':>12}  verdict"]
-    for finding in findings:
-        sign = ">=" if finding.at_least else "<="
-        bound = "-" if finding.bound is None else f"{sign} {finding.bound:.3g}"
-        got = "-" if finding.got is None else f"{finding.got:.3g} {finding.unit}".strip()
-        lines.append(f"  {finding.name:{width}}  {got:>12}  {bound:>12}  {finding.verdict}")
-        if finding.note and finding.verdict != "ok":
-            lines.append(f"    -> {finding.note}")
-
     failed = sum(finding.verdict == "FAIL" for finding in findings)
     verdict = f"{failed} of {len(findings)} findings failed" if failed else "no finding failed"
-    return "\n".join([*lines, "", f"{verdict}, {sum(examination.seconds.values()):.0f} s"])
+    return f"\n{verdict}, {sum(examination.seconds.values()):.0f} s"
 
 
 def table(diagnosis: Diagnosis) -> str:

@@ -117,6 +117,9 @@ class StepLoader:
             batch_size=None,
             sampler=batches,
             num_workers=num_workers,
+            # Python 3.14 would start them from a server: each imports all anew, outlives a killed
+            # rank for a while, and data sets and draws would have to be pickled.
+            multiprocessing_context="fork" if num_workers else None,
             pin_memory=device.type == "cuda",
             worker_init_fn=worker_init_fn,
             generator=torch.Generator().manual_seed(seed),

@@ -37,6 +37,9 @@ IMAGE_LATENT_FACTOR = 0.18215
 class ChunkVAE(nn.Module):
     """The autoencoder of one chunk; names of tensors are those of the released weights."""
 
+    scale: Tensor
+    shift: Tensor
+
     def __init__(
         self, image_vae: Any, temporal_vae: TemporalVAE, *, micro_batch_size: int | None
     ) -> None:
@@ -56,7 +59,8 @@ class ChunkVAE(nn.Module):
         return (posterior.sample(temporal_noise).to(self.scale.dtype) - self.shift) / self.scale
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
-        z = (latents * self.scale + self.shift).to(self.temporal_vae.quant_conv.conv.weight.dtype)
+        dtype = next(self.temporal_vae.quant_conv.parameters()).dtype
+        z = (latents * self.scale + self.shift).to(dtype)
         return self.spatial_vae.decode(self.temporal_vae.decode(z, num_frames=num_frames))
 
 

@@ -62,6 +62,10 @@ class PatchDCTVAE(nn.Module):
 
     scale = 1.0
 
+    lines: Tensor
+    columns: Tensor
+    weights: Tensor
+
     def __init__(self, pool: tuple[int, int, int] = (2, 16, 16), coefficients: int = 3) -> None:
         super().__init__()
         self.pool = tuple(pool)
@@ -128,6 +132,8 @@ class PatchDCTVAE(nn.Module):
 
 class HashedBagOfWords(nn.Module):
     """Stand-in for a text encoder: a fixed random vector per word and per pair of neighbours."""
+
+    device_marker: Tensor
 
     def __init__(self, width: int = 64, max_length: int = 24) -> None:
         super().__init__()

@@ -97,11 +97,7 @@ class T5TextEncoder(FrozenEncoder):
         **_: Any,
     ) -> None:
         if files is None:
-            from transformers import T5EncoderModel
-
-            with torch.device("meta"):
-                t5: Any = T5EncoderModel(t5_config(saved_config(from_pretrained) or T5_XXL))
-            self.t5 = t5.to(DTYPES[dtype])
+            self.t5 = planned_t5(saved_config(from_pretrained) or T5_XXL).to(DTYPES[dtype])
         else:
             self.tokenizer = load_tokenizer(files)
             self.t5 = load_t5(files, DTYPES[dtype])
@@ -204,6 +200,21 @@ def t5_config(config: dict[str, Any]) -> Any:
     return T5Config.from_dict(config, attn_implementation="eager")
 
 
+def planned_t5(config: dict[str, Any]) -> Any:
+    """The network of a T5 encoder on the meta device.
+
+    Args:
+        config: content of its ``config.json``.
+    """
+    from transformers import T5EncoderModel
+
+    with torch.device("meta"):
+        t5: Any = T5EncoderModel(t5_config(config))
+    # Version 5.0 of transformers ties weights when it loads them, and not before.
+    t5.tie_weights()
+    return t5
+
+
 def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
     """The network of a T5 encoder.
 
@@ -212,15 +223,18 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
     """
     from transformers import T5EncoderModel
 
+    # Its return type depends on ``output_loading_info``.
+    from_pretrained: Any = T5EncoderModel.from_pretrained
     config, tensors = files.config(), files.tensors()
     with files.explained("T5EncoderModel"):
         check_t5_weights(config, tensors)
-        t5, found = T5EncoderModel.from_pretrained(
+        t5, found = from_pretrained(
             # No path: transformers reads no file.
             None,
             config=t5_config(config),
             state_dict=tensors,
             dtype=dtype,
+            use_safetensors=True,
             output_loading_info=True,
         )
         check_none_missing(sorted(found["missing_keys"]))
@@ -237,16 +251,13 @@ def check_t5_weights(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> N
         ValueError: if a count of the config is too large, or a tensor is missing or has another
             shape.
     """
-    from transformers import T5EncoderModel
-
     for key, largest in MAX_COUNTS.items():
         if config.get(key, 0) > largest:
             raise ValueError(
                 f"{key} {config[key]} in its config.json, which may be {largest} at most"
             )
 
-    with torch.device("meta"):
-        model: Any = T5EncoderModel(t5_config(config))
+    model = planned_t5(config)
     shapes = {TIED_NAMES.get(name, name): tensor.shape for name, tensor in tensors.items()}
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
     check_none_missing([name for name in wanted if name not in shapes])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from opensora_sp.checkpoint import (
     Adapters,
@@ -37,9 +36,9 @@ from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.process_group import join_processes
 from opensora_sp.sampling.run import (
     found_at,
-    join_processes,
     load_model,
     opened_adapters,
     resolved_sources,
@@ -104,10 +103,7 @@ def evaluate(settings: Settings) -> Evaluation:
     with raise_on_all_ranks():
         cfg, sources, dataset, buckets = preflight(settings)
         compared = compared_settings(settings, cfg, sources)
-    device = join_processes(compared)
-    if not dist.is_initialized():
-        # Alone; collectives of one process return what they get.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = join_processes(compared, alone=True)
 
     with closing_process_group(), Watchdog(grace_time=0):
         agree_on_clips(by_name(dataset.fingerprint, "--manifest"))

@@ -51,6 +51,7 @@ from opensora_sp.data.file_state import FileState
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.process_group import join_processes
 
 from .build import make_dataset, make_encoders, make_plan, micro_batches_of_step, with_length
 from .cached import check_made_of, clips_used, made_of
@@ -78,8 +79,6 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         ValueError: if clips are cut at random, the folder has a cache that was made of something
             else, or no clip can be read.
     """
-    from opensora_sp.plugin import current_device, launch
-
     with raise_on_all_ranks():
         check_reproducible(cfg)
         check_writable(Path(folder), "the folder of a feature cache")
@@ -87,14 +86,15 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
     assert isinstance(dataset, VideoTextDataset)
 
-    launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))
+    timeout = backend_timeout(cfg.collective_timeout)
+    device = join_processes(compared, timeout=timeout, alone=True)
     watchdog = Watchdog(
         peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0
     )
     with closing_process_group(), watchdog:
         agree_on_clips(by_name(dataset.fingerprint))
         plan = make_plan(cfg, dataset, micro_batches_of_step(cfg, {}, dist.get_world_size()))
-        encoders = make_encoders(cfg, current_device())
+        encoders = make_encoders(cfg, device)
         cache = CacheWriter(with_length(cfg, plan), Path(folder), dataset, encoders)
         cache.write(plan)
         drain_process_group()
@@ -233,6 +233,8 @@ class CacheWriter:
                 batch_sampler=list(chain.from_iterable(batches.values())),
                 collate_fn=list,
                 num_workers=self.cfg.num_workers,
+                # As StepLoader's.
+                multiprocessing_context="fork" if self.cfg.num_workers else None,
                 generator=torch.Generator().manual_seed(self.cfg.seed),
                 worker_init_fn=init_worker,
             )

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear
-from torch import Tensor
+from peft.tuners.lora import Linear, LoraConfig
+from torch import Tensor, nn
 
 
 class AdaptedLinear(Linear):
@@ -17,7 +17,17 @@ class AdaptedLinear(Linear):
 
     peft scales and adds the whole output, and multiplies its gradient: of STDiT3-XL/2 in eager mode
     a step of adapters would take longer than one of all weights.
+
+    Args:
+        layer: is kept as ``base_layer``.
+        name: of the adapter.
+        rank: of A and B.
+        alpha: scale of the adapter, times ``rank``.
     """
+
+    def __init__(self, layer: nn.Linear, name: str, *, rank: int, alpha: float) -> None:
+        # alpha is annotated as int, and only divided.
+        super().__init__(layer, name, LoraConfig(), r=rank, lora_alpha=alpha)  # type: ignore
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
@@ -26,8 +36,11 @@ class AdaptedLinear(Linear):
             return whole
 
         (name,) = self.active_adapters
-        out: Tensor = self.base_layer(x)
-        down = self.scaling[name] * self.lora_A[name](x)  # [..., r]
-        up = self.lora_B[name].weight  # [out, r]
+        base_layer: Any = self.base_layer
+        out: Tensor = base_layer(x)
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        down = self.scaling[name] * a(x)  # [..., r]
+        up = b.weight  # [out, r]
         added = torch.addmm(out.flatten(0, -2), down.flatten(0, -2), up.t())  # [N, out]
         return added.view_as(out)

@@ -21,7 +21,7 @@ Legend: R rows, L tokens of a row, N packed tokens, H heads, D head width, P pie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -74,6 +74,19 @@ class Backend:
     name: str
     processors: int = 1
     deterministic: bool = False
+
+
+# Names in ``KERNELS`` that failed verification on this device, by kind of attention.
+_refused: dict[str, frozenset[str]] = {}
+
+
+def set_refused(refused: Mapping[str, Collection[str]]) -> None:
+    """Set which kernels this process runs no more, by kind of attention; those of others remain.
+
+    ``opensora_sp.device_verification`` compares the kernels of a run and calls this.
+    """
+    _refused.clear()
+    _refused.update({kind: frozenset(names) for kind, names in refused.items()})
 
 
 @dataclass(frozen=True)
@@ -163,9 +176,18 @@ def choose_backend(
 def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
     if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         sequences = replace(sequences, autocast=True)
-    if chosen("short_rows", torch.empty(0, dtype=sequences.dtype, device=device)):
+    # Meta tensors stand for those of a GPU, and take no memory of it.
+    like = torch.empty(0, dtype=sequences.dtype, device="meta" if device.type in GPUS else device)
+    if chosen("short_rows", like):
         sequences = replace(sequences, short_rows=True)
+    if device.type == "cuda":
+        sequences = replace(sequences, refused=_refused_of(sequences.kind))
     return _choose(name, sequences, device, torch.are_deterministic_algorithms_enabled())
+
+
+def _refused_of(kind: str | None) -> frozenset[str]:
+    """Of a kind of attention; of a call that names none, of any kind."""
+    return _refused.get(kind, frozenset()) if kind else frozenset().union(*_refused.values())
 
 
 @cache
@@ -298,7 +320,7 @@ def _traced_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # torch takes the next one where cuDNN refuses a call.
+    # torch takes the next one where it knows that cuDNN cannot take a call.
     options: dict[str, Any] = {"set_priority": True} if name == "cudnn" else {}
     with sdpa_kernel(_sdpa_backends(name), **options):
         return F.scaled_dot_product_attention(q, k, v)
@@ -313,7 +335,8 @@ def _sdpa_backends(name: str) -> list[SDPBackend]:
         return [efficient]
 
     cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
-    if torch.are_deterministic_algorithms_enabled() or not cudnn_is_safe:
+    is_refused = "cudnn" in _refused_of(None)
+    if torch.are_deterministic_algorithms_enabled() or is_refused or not cudnn_is_safe:
         return [flash, efficient]
     return [SDPBackend.CUDNN_ATTENTION, flash, efficient]
 

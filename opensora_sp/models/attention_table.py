@@ -42,6 +42,11 @@ NAMES = ("auto", *KERNELS)
 # The module that each package of Dao-AILab is imported as.
 PACKAGES = {"flash": "flash_attn", "flash3": "flash_attn_interface"}
 
+# PyPI has an empty package of this name.
+INSTALL_FLASH3 = (
+    "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/"
+)
+
 HOPPER = (9, 0)
 DATA_CENTER = ((9, 0), (10, 0), (10, 3))  # Hopper and Blackwell
 WIDE_HEADS = ((8, 0), HOPPER)  # where FlashAttention-2's backward takes over 192 columns
@@ -88,9 +93,8 @@ class Entry:
         )
 
 
-# The first entry that suits and has no obstacle is taken. Cross-attention keeps FlashAttention-2:
-# many pieces of queries share a caption's keys (packing.py), which it reads in place, and lengths
-# change with each batch, where cuDNN would make a new plan.
+# The first entry that suits and has no obstacle is taken. cuDNN takes no packed tokens: lengths of
+# texts change with each batch, and it would make a new plan for each.
 TABLE = (
     Entry("sdpa", "autocast sets the dtype of each call", autocast=True),
     Entry(
@@ -107,6 +111,8 @@ TABLE = (
         kinds=SELF,
         lengths=LONG,
     ),
+    # Its queries are long, whatever the length of the text.
+    Entry("flash3", "Hopper's asynchronous products", kinds=("cross",), capabilities=(HOPPER,)),
     Entry(
         "cudnn",
         "faster than FlashAttention-2 on Hopper and Blackwell from one tile of tokens on",
@@ -126,9 +132,9 @@ NEEDS = {
     "short_rows": "rows of at most 32 tokens, heads of at most 128 and a GPU whose results of the "
     "kernel were verified",
     "flash": "flash-attn 2.x and fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
-    "flash3": "flash-attn 3 and fp16 or bf16 tensors on a Hopper GPU (compute capability 9.0)",
-    "cudnn": "cuDNN 9.15.1, torch 2.6 and fp16 or bf16 tensors on a GPU of compute capability 8.0 "
-    "or more",
+    "flash3": f"flash-attn 3 ({INSTALL_FLASH3}) and fp16 or bf16 tensors on a Hopper GPU (compute "
+    "capability 9.0)",
+    "cudnn": "cuDNN 9.15.1 and fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
     "torch_flash": "fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
     "efficient": "fp32, fp16 or bf16 tensors on a GPU",
 }
@@ -145,6 +151,7 @@ class Sequences:
         packed: whether sequences may differ in length.
         autocast: whether torch casts the tensors of each call.
         short_rows: whether the Triton kernel for short rows may run (``kernels.chosen``).
+        refused: names in ``KERNELS`` that failed verification on this device.
     """
 
     dtype: torch.dtype
@@ -154,6 +161,7 @@ class Sequences:
     packed: bool = False
     autocast: bool = False
     short_rows: bool = False
+    refused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -273,6 +281,8 @@ def _from_table(sequences: Sequences, platform: Platform) -> Choice:
 
 def obstacle(name: str, sequences: Sequences, platform: Platform) -> str | None:
     """Why a kernel cannot take such tensors on such a device; None if it can."""
+    if name in sequences.refused:
+        return f"{KERNELS[name]} failed verification on this device"
     check = OBSTACLES.get(name)
     return check(sequences, platform) if check else None
 
@@ -331,8 +341,6 @@ def _cudnn(sequences: Sequences, platform: Platform) -> str | None:
         return "there is no cuDNN"
     if platform.cudnn < SAFE_CUDNN:
         return f"cuDNN {_dotted(platform.cudnn)} is older than {_dotted(SAFE_CUDNN)}"
-    if "set_priority" not in inspect.signature(torch.nn.attention.sdpa_kernel).parameters:
-        return "this torch orders no backends (2.6 and later do)"
     if sequences.head_width % 8 or sequences.head_width > 128:
         return f"cuDNN takes heads in multiples of 8 up to 128, not {sequences.head_width}"
     if platform.deterministic:

@@ -56,7 +56,8 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """``[...]`` -> ``[..., C]``."""
-        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(self.mlp[0].weight.dtype))
+        dtype = next(self.mlp.parameters()).dtype
+        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(dtype))
 
 
 class SizeEmbedder(TimestepEmbedder):

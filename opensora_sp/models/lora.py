@@ -42,19 +42,15 @@ def add_lora(
     Raises:
         ValueError: if a pattern matches no linear layer, or none is chosen.
     """
-    # Takes seconds.
-    from peft import LoraConfig
-
+    # Imports peft, which takes seconds.
     from .adapted_linear import AdaptedLinear
 
-    config = LoraConfig()
     names = target_layers(model, targets)
     model.requires_grad_(False)
     for name in names:
         parent, _, child = name.rpartition(".")
-        layer = model.get_submodule(name)
-        # Annotated as int, and only divided.
-        adapted = AdaptedLinear(layer, ADAPTER, config, r=rank, lora_alpha=alpha)  # type: ignore
+        layer: Any = model.get_submodule(name)
+        adapted = AdaptedLinear(layer, ADAPTER, rank=rank, alpha=alpha)
         # On the meta device, peft leaves its own weights in float32.
         setattr(model.get_submodule(parent), child, adapted.to(layer.weight.dtype))
 

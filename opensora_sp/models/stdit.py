@@ -13,6 +13,8 @@ rows, V patch volume, m modulation states of a sample (1, or 2 with conditioning
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -99,7 +101,8 @@ class STDiT(ConditionedModel):
         x = x + self.pos_embed[0, rows.patches(x.device)]
 
         scales = self.branch_scales(drop_path)
-        for i, block in enumerate(self.blocks):
+        blocks: list[Any] = list(self.blocks)
+        for i, block in enumerate(blocks):
             x = self.run_part(block.spatial, x, conditioning.spatial(rows), scales[2 * i])
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
 

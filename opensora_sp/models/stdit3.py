@@ -177,7 +177,7 @@ class STDiT3(ConditionedModel):
             x = self.final_layer(x, t, conditioning.spatial(rows))  # [R, S, V * C_out]
             return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
 
-        pairs = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
+        pairs: list[Any] = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
         tables = conditioning.tables([block.scale_shift_table for pair in pairs for block in pair])
         for i, (spatial_block, temporal_block) in enumerate(pairs):
             of_block = tables[2 * i], scales[2 * i]
@@ -197,8 +197,9 @@ class STDiT3(ConditionedModel):
         self, x: Tensor, rows: Rows, conditioning: Conditioning, scales: Sequence[Tensor | None]
     ) -> Tensor:
         """All blocks of a model of images: tokens ``[R, S, C]`` stay in their rows."""
-        tables = conditioning.tables([block.scale_shift_table for block in self.spatial_blocks])
-        for block, *of_block in zip(self.spatial_blocks, tables, scales, strict=True):
+        blocks: list[Any] = list(self.spatial_blocks)
+        tables = conditioning.tables([block.scale_shift_table for block in blocks])
+        for block, *of_block in zip(blocks, tables, scales, strict=True):
             x = self.run_part(block, x, conditioning.spatial(rows), *of_block, last=True)
         return x
 

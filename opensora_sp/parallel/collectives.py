@@ -80,7 +80,8 @@ def _exchange_now(
 
     def send_and_receive() -> Tensor:
         # Operators take no group objects.
-        process_group = dist.distributed_c10d._resolve_process_group(group)
+        name = dist.distributed_c10d.GroupName(group)
+        process_group = dist.distributed_c10d._resolve_process_group(name)
         packed = tokens.index_select(0, pack)
         received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
         return torch.empty_like(received).index_copy_(0, place, received)

@@ -80,8 +80,10 @@ class CostModel:
     # 90 % of assumed 3.0 TB/s in copies.
     memory_bandwidth: float = 2.7e12
 
-    # 55 to 83 ms were measured for 13,800 launches on an H200.
-    launch: float = 5e-6
+    # The host took 2.4 ms for a pair of blocks of STDiT3-XL/2 in plain torch, which are 250
+    # operators, and 3.0 ms with Triton kernels (docs/performance.md), on a core that is slower than
+    # a GPU server's. For kernels alone, 4 to 6 us were measured beside an H200.
+    launch: float = 8e-6
     asynchronous: bool = True
 
     memory: float = 80e9

@@ -262,11 +262,13 @@ def _my_group(
     if len(groups[0]) == world and backend is None:
         return dist.group.WORLD
 
-    own = None
+    rank_group: dist.ProcessGroup | None = None
     for ranks in groups:
         group = dist.new_group(ranks, backend=backend)
-        own = group if rank in ranks else own
-    return own
+        if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            rank_group = group
+    return rank_group
 
 
 def _group_of(ranks: RankGroup, world: int, backend: str | None = None) -> Any:

@@ -208,7 +208,8 @@ class SequenceParallel:
         if key not in self._strategies:
             width, heads, element_size = 1, 1, 1
             if self.plan.names_hook_points:
-                width, heads = self.model.config.hidden_size, self.model.config.num_heads
+                config: Any = self.model.config
+                width, heads = config.hidden_size, config.num_heads
                 element_size = next(self.model.parameters()).element_size()
             shape = BatchShape.of_grid(grid, width, heads, alternates=self.alternates)
             options = replace(self.options, spans_nodes=self.mesh.spans_nodes)

@@ -16,6 +16,10 @@ from types import ModuleType
 
 import peft  # noqa: F401  it asks whether bitsandbytes is there, and must not find the empty one
 
+from opensora_sp.extras import check_colossalai
+
+check_colossalai()
+
 # Modules that ColossalAI imports for optimizers in 8 bits and of low rank, and the names it takes
 # from them. No run has these optimizers, and bitsandbytes alone has 125 MB.
 OPTIMIZERS = {

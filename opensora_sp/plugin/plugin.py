@@ -325,9 +325,10 @@ def _restore_fp32(optimizer: SequenceZeroOptimizer, fp32_shards: dict[int, torch
             shards[key][: part.numel()].copy_(part)
 
 
-def _without_peft(model: nn.Module) -> nn.Module:
+def _without_peft(model: Any) -> nn.Module:
     """The model itself, with its LoRA layers."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model
+    return base
 
 
 def _seed_worker(worker: int) -> None:

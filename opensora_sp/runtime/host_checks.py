@@ -39,8 +39,8 @@ def check_devices(launch: Launch | None = None) -> None:
     """Check that torch can use the GPUs of this host.
 
     Raises:
-        ValueError: if GPUs were asked for or are installed, but torch cannot use them, or if there
-            are fewer GPUs than ranks.
+        ValueError: if GPUs were asked for or are installed, but torch cannot use them, or has no
+            kernels for them, or if there are fewer GPUs than ranks.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     host = socket.gethostname()
@@ -52,6 +52,8 @@ def check_devices(launch: Launch | None = None) -> None:
                 f"GPUs (CUDA_VISIBLE_DEVICES={visible}); expected at most one rank for each; lower "
                 "--nproc_per_node"
             )
+        for number in range(count):
+            check_architectures(number)
         return
 
     if visible in ("", "-1", "NoDevFiles"):
@@ -68,6 +70,39 @@ def check_devices(launch: Launch | None = None) -> None:
         "CUDA and, in a container, --gpus all; or set CUDA_VISIBLE_DEVICES= (empty) to compute on "
         "the CPU"
     )
+
+
+def check_architectures(number: int) -> None:
+    """Raise ValueError if torch was built without kernels that run on a GPU of this host."""
+    built = torch.cuda.get_arch_list()
+    capability = torch.cuda.get_device_capability(number)
+    # Builds without CUDA's compiler list none.
+    if not built or any(_runs_on(capability, architecture) for architecture in built):
+        return
+    own = "{}.{}".format(*capability)
+    raise ValueError(
+        f"got the GPU {torch.cuda.get_device_name(number)} (cuda:{number}, compute capability "
+        f"{own}) on {socket.gethostname()}, for which torch {torch.__version__} has no kernels (it "
+        f"has {', '.join(built)}); expected a torch that was built for {own}; run pip install "
+        "--upgrade torch, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
+    """Whether code for an architecture, such as "sm_90a" or "compute_120", runs on a GPU.
+
+    Binaries (sm) run on GPUs of the same major version that are as new, PTX (compute) on all that
+    are as new. What ends in "a" runs on exactly one, in "f" on those of a major version.
+    """
+    kind, _, name = architecture.partition("_")
+    number = name.rstrip("af")
+    if not number.isdigit():
+        return False
+    built = divmod(int(number), 10)
+    if name.endswith("a"):
+        return capability == built
+    same_major = capability[0] == built[0]
+    return capability >= built and (same_major or (kind == "compute" and name == number))
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from opensora_sp.launchers import set_parent_death_signal
 
 
 def init_worker(worker: int = 0) -> None:
-    """For workers of a loader: end with the rank, whatever they wait for, and release its ports.
+    """For workers that a rank forks: end with it, whatever they wait for, and release its ports.
 
     Schedulers send SIGTERM to all processes of a job, and ``torchrun`` to the process group of a
     rank. The rank still needs its workers then, for the steps up to its checkpoint. So they have a
@@ -29,7 +29,7 @@ def init_worker(worker: int = 0) -> None:
     assert rank is not None and rank.pid is not None, "called in a worker"
 
     set_parent_death_signal(signal.SIGKILL)
-    if multiprocessing.get_start_method() == "fork" and os.getppid() != rank.pid:
+    if os.getppid() != rank.pid:
         # The rank exited before the kernel was asked to report that.
         os._exit(1)
 

@@ -32,7 +32,7 @@ from opensora_sp.config import InferenceConfig, TrainConfig, build_component, ch
 from opensora_sp.config.unused import unused_settings
 from opensora_sp.console import LOGGER, RANK_LOCAL
 from opensora_sp.data.atomic import check_writable
-from opensora_sp.device_verification import choose_kernels
+from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
@@ -46,13 +46,10 @@ from opensora_sp.parallel import (
 from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime import (
     Watchdog,
-    backend_timeout,
-    join_rendezvous,
     raise_on_all_ranks,
-    start_process_group,
 )
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.host_checks import use_device
+from opensora_sp.runtime.process_group import join_processes
 
 from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
@@ -162,21 +159,6 @@ def verify_parts(weights: Path, adapters: Sequence[Adapters]) -> None:
             verify(path.parent, part=path.name)
 
 
-def join_processes(settings: dict[str, Any] | None = None) -> torch.device:
-    """Initialise the process group of several processes; returns this process's device.
-
-    Raises:
-        ValueError: on every rank, if ranks are missing or differ in versions or ``settings``; see
-            ``join_rendezvous``.
-    """
-    store = join_rendezvous(settings)
-    device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        start_process_group(store, backend, device, backend_timeout())
-    del store  # the process group keeps it
-    return device
-
-
 def build_pipeline(
     cfg: InferenceConfig,
     weights: Path,
@@ -233,6 +215,7 @@ def load_model(
     dtype = DTYPES[cfg.precision]
     model.requires_grad_(False).eval().to(device, dtype)
     choose_kernels(cfg.kernels, model, dtype=dtype, device=device)
+    choose_attention(cfg, model, dtype=dtype, device=device)
     if cfg.compile == "blocks":
         compile_blocks(model)
     parallelize(model, mesh, cfg.parallel_options(cost_model_of(cfg.cost_model)))

@@ -25,13 +25,14 @@ from opensora_sp.data import to_frames
 from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.process_group import join_processes
 
 from .outputs import fingerprint, with_digests
 from .pipeline import Pipeline
 from .placement import free_memory, place_encoders
 from .process_groups import choose_groups
 from .requests import Request
-from .run import build_pipeline, join_processes, opened_adapters, verify_parts, write_batch
+from .run import build_pipeline, opened_adapters, verify_parts, write_batch
 
 logger = logging.getLogger(__name__)
 # Previews take at most about this part of the time, and have at most so many pixels a side.

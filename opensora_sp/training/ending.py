@@ -25,7 +25,7 @@ from .metrics import format_time, read_lines
 from .validation import sampling_config
 
 logger = logging.getLogger(__name__)
-# Seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch 2.5.
+# Seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch.
 LAUNCHER_GRACE_TIME = 30.0
 RESUME, ACCEPT_NEW_DATA = "--resume", "--accept-new-data"
 # In a run's folder: a config to sample from it.

@@ -15,6 +15,7 @@ from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.console import exit_interrupted
 from opensora_sp.determinism import use_deterministic_kernels
+from opensora_sp.extras import check_colossalai
 from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
@@ -50,6 +51,7 @@ def train(
         profile: steps to write a trace of, "3" or "10-12"; see ``profiling``.
 
     Raises:
+        PackageError: first of all, without ColossalAI or with another version of it.
         ValueError: before any process group or model exists, if files, checkpoint and processes do
             not fit the config; later, on every rank, if another run holds the folder or the run
             cannot continue.
@@ -62,6 +64,7 @@ def train(
         # torchrun repeats the command: the attempt before has begun anew.
         resume = "auto"
     with raise_on_all_ranks():
+        check_colossalai()
         if cfg.deterministic:
             use_deterministic_kernels()
         dataset, checkpoint = preflight(cfg, resume, traced, accept_new_data=accept_new_data)

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
-from opensora_sp.device_verification import choose_kernels, warn_of_changes
+from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.batch import Batch, BatchMaker
@@ -91,6 +91,7 @@ class Trainer:
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
         self.kernels = choose_kernels(cfg.kernels, self.module, dtype=dtype, device=device)
+        choose_attention(cfg, self.module, dtype=dtype, device=device)
         if cfg.compile == "blocks":
             compile_blocks(self.module)
         # Checkpoints of adapters hold nothing else.

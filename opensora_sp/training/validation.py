@@ -39,7 +39,7 @@ from opensora_sp.sampling.run import write_batch
 from .ema import ShardedEma
 
 if TYPE_CHECKING:
-    from opensora_sp.plugin import NamedShards
+    from opensora_sp.checkpoint import NamedShards
     from opensora_sp.runtime import Watchdog
 
     from .metrics import Reporter

@@ -164,6 +164,30 @@ def test_a_failing_check_stops_no_other_and_sets_the_exit_code(
     )
 
 
+def stopping(setup: Setup) -> Iterator[Finding]:
+    yield Finding("in time", 1.0, 2.0)
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_is_stopped_leaves_what_it_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "CHECKS", {"right": passing, "slow": stopping})
+    file = tmp_path / "doctor.json"
+    outputs = []
+    for options in ([str(file)], []):
+        with pytest.raises(SystemExit):
+            main(["doctor", "--device", "cpu", "--json", *options])
+        outputs.append(capsys.readouterr().out)
+    for text in (file.read_text(), outputs[1]):
+        found = json.loads(text)
+        assert [one["name"] for one in found["findings"]] == ["after", "in time"]
+        assert not found["complete"] and not found["ok"]
+    lines = outputs[0].splitlines()
+    assert lines[0] == "CPU, 2 ranks" and lines[2].split() == ["after", "1", "<=", "2", "ok"]
+    assert lines[3].split()[:2] == ["in", "time"] and len(lines) == 4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(

@@ -22,7 +22,7 @@ def on_report() -> dict[str, Any]:
 
     parser = argparse.ArgumentParser()
     gpu_report.add_options(parser)
-    return gpu_report.run(parser.parse_args(["--quick", "--repeats", "1"]))
+    return gpu_report.run(parser.parse_args(["--quick", "--repeats", "1", "--kernels", "torch"]))
 
 
 @pytest.mark.slow

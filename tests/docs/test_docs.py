@@ -130,7 +130,7 @@ def check(words: list[str]) -> None:
     elif "scripts/inference.py" in words:
         sampling.parse(after(words, "scripts/inference.py"))
     elif words[0] == "opensora-sp" or "opensora_sp.cli" in words:
-        name = words[words.index("opensora_sp.cli") + 1] if words[0] == "torchrun" else words[1]
+        name = words[words.index("opensora_sp.cli") + 1] if words[0] != "opensora-sp" else words[1]
         args = COMMANDS[name].parser().parse_args(after(words, name))
         if getattr(args, "config", None) is not None:
             load_either(args.config, getattr(args, "cfg_options", []))

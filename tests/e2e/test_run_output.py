@@ -185,6 +185,7 @@ def test_an_error_of_the_user_stands_once_in_the_log_and_once_in_the_report(
     log, separator, report = found.stderr.partition("scripts/train.py FAILED")
     assert separator and log.count(message) == 1 and report.count(message) == 1, found.stderr
     assert message in report.partition("Root Cause")[2]
+    assert "new message format" not in log
     assert not OURS.search(found.stderr)
 
     if (tmp_path / "run").exists():
@@ -220,7 +221,7 @@ def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
 ) -> None:
     assert write_error_file("got a") and write_error_file("got b")  # both of this process
     first = json.loads(torchruns.read_text())
-    assert first["message"] == "got a"
+    assert first["message"]["message"] == "got a"
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     monkeypatch.setattr(error_file, "EXIT_TIMEOUT", 0.2)
     # In the same second, and with a file of its own: torchrun reports the earliest reason.
@@ -231,7 +232,7 @@ def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
     with pytest.raises(SystemExit, match="2"), report_errors():
         raise ValueError("got c")
     assert capsys.readouterr().err == ""
-    assert json.loads(other.read_text())["timestamp"] > first["timestamp"]
+    assert json.loads(other.read_text()) == {"message": "", "timestamp": first["timestamp"] + 1}
 
 
 def test_the_marker_of_an_earlier_run_does_not_silence_this_one(torchruns: Path) -> None:

@@ -1,8 +1,8 @@
 """`run_interpreted` runs a function of a test in a process where Triton interprets kernels.
 
-There `TRITON_INTERPRET=1` lets kernels run on CPU tensors, slowly. Triton 3.1 needs numpy 1 for
-that: with numpy 2 its interpreter returns wrong values without an error. So numpy 1.26 comes first
-on the path of that process, and the process begins with a kernel whose values are known.
+There `TRITON_INTERPRET=1` lets kernels run on CPU tensors, slowly. The interpreter computes with
+numpy, and with some versions of it returns wrong values without an error. So the process begins
+with a kernel whose values are known.
 """
 
 from __future__ import annotations
@@ -17,27 +17,14 @@ from typing import Any
 
 from served import Server, requested, serve
 
-NUMPY_VERSION = "1.26.4"
-# Where `make install` puts it (scripts/install_numpy1.sh), unless the environment names another.
-NUMPY = Path(os.environ.get("OPENSORA_SP_NUMPY1") or Path(sys.prefix) / "numpy1")
-
 
 class InterpreterError(AssertionError):
     """The function raised, or its process ended."""
 
 
 def _environment() -> dict[str, str]:
-    if not (NUMPY / "numpy").is_dir():
-        raise InterpreterError(
-            f"got no numpy {NUMPY_VERSION} in {NUMPY}; expected one beside that of the virtual "
-            "environment, since Triton's interpreter is wrong with numpy 2; run `make install` "
-            f"or sh scripts/install_numpy1.sh {sys.prefix}"
-        )
     folders = [path for path in sys.path if path]
-    return os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(NUMPY), *folders]),
-    }
+    return os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
 SERVER = Server("interpreter", _environment)
@@ -59,26 +46,34 @@ def run_interpreted(function: Callable[..., Any], *args: Any) -> Any:
 def _respond(request: dict[str, Any], _: Path) -> dict[str, Any]:
     from opensora_sp.models.kernels import set_kernels
 
-    request["path"] = [str(NUMPY), *request["path"]]
     function = requested(request)
     set_kernels("triton")
     return {"result": function(*request["args"])}
 
 
 def _check_canary() -> None:
-    """A kernel that copies must copy: an interpreter with the wrong numpy does not."""
+    """Kernels that copy must copy: with the wrong numpy they do not."""
     import numpy
     import torch
-    from scaled_copy import launch
+    import triton
+    from scaled_copy import BLOCK, copy_in_loop_kernel, launch
 
     x = torch.randn(3000, generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        copy = launch(x.to(dtype), 1.0)
-        if not torch.equal(copy, x.to(dtype).float().to(dtype)):
-            raise InterpreterError(
-                f"got wrong values of a {dtype} copy kernel with numpy {numpy.__version__} from "
-                f"{numpy.__file__}; expected a copy; Triton's interpreter needs numpy 1.26"
-            )
+    failure = None
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            source, in_loop = x.to(dtype), torch.zeros(3000, dtype=dtype)
+            copy_in_loop_kernel[(1,)](source, in_loop, 3000, BLOCK=BLOCK)
+            for copy in (launch(source, 1.0), in_loop):
+                if not torch.equal(copy, source.float().to(dtype)):
+                    failure = f"wrong values of a {dtype} copy kernel"
+    except triton.runtime.errors.InterpreterError as error:
+        failure = f"{error.__cause__!r} from a copy kernel"
+    if failure:
+        raise InterpreterError(
+            f"got {failure}, interpreted by Triton {triton.__version__} with numpy "
+            f"{numpy.__version__}; expected a copy; install Triton 3.8, or numpy before 2.4"
+        )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,15 @@ def scale_kernel(x_ptr, y_ptr, factor, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copy_in_loop_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
+    """By one program, with a number of steps that is known when it runs."""
+    for step in range(0, tl.cdiv(numel, BLOCK)):
+        offsets = step * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < numel)
+        tl.store(y_ptr + offsets, x, mask=offsets < numel)
+
+
+@triton.jit
 def sum_with_atomics_kernel(x_ptr, total_ptr, BLOCK: tl.constexpr):
     """What no kernel may do: the order of the additions, and so the sum, is not determined."""
     x = tl.load(x_ptr + tl.arange(0, BLOCK) + tl.program_id(0) * BLOCK)

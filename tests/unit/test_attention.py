@@ -337,6 +337,23 @@ def test_flash_attn_3_is_called_as_documented(flash3: StandIn3, deterministic: b
     assert flash3.deterministic == [deterministic] * len(flash3.deterministic) != []
 
 
+def test_flash_attn_3_takes_cross_attention_by_itself(flash3: StandIn3) -> None:
+    options = dict(hidden_size=16, depth=1, num_heads=2, caption_channels=4, model_max_length=3)
+    x, y = torch.randn(2, 4, 2, 4, 4).bfloat16(), torch.randn(2, 1, 3, 4).bfloat16()
+    found = []
+    for setting in ("auto", {"cross": "reference"}):
+        torch.manual_seed(0)
+        model = build_model("STDiT3", **options, attention=setting).bfloat16()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        flash3.calls.clear()
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        found.append(model(x, torch.tensor([10.0, 900.0]), y, mask))
+        # In a spatial and in a temporal block, to texts of different lengths.
+        assert flash3.calls == (["varlen"] * 2 if setting == "auto" else [])
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
+
+
 def test_flash_attn_3_gets_keys_of_its_own(
     flash3: StandIn3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

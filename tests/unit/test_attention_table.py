@@ -42,23 +42,13 @@ TEMPORAL = Sequences(BF16, 72, "temporal", 16)
 CROSS = Sequences(BF16, 72, "cross", 300, packed=True)
 
 
-@pytest.fixture(autouse=True)
-def orders_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch does from 2.6 on."""
-
-    def sdpa_kernel(backends, set_priority=False):
-        raise AssertionError
-
-    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", sdpa_kernel)
-
-
 @pytest.mark.parametrize(
     ("platform", "kernels"),
     [  # of spatial, temporal and cross-attention
-        (ALL, "flash3 flash flash"),
+        (ALL, "flash3 flash flash3"),
         (replace(ALL, packages=("flash",)), "cudnn flash flash"),
         (replace(ALL, packages=("flash",), cudnn=91500), "flash flash flash"),
-        (replace(ALL, packages=("flash3",)), "flash3 torch_flash torch_flash"),
+        (replace(ALL, packages=("flash3",)), "flash3 torch_flash flash3"),
         (CUDNN, "cudnn torch_flash torch_flash"),
         (BARE, "torch_flash torch_flash torch_flash"),
         (replace(BARE, torch_flash=False), "efficient efficient efficient"),
@@ -85,7 +75,7 @@ def test_each_kind_takes_its_kernel(platform: Platform, kernels: str) -> None:
         (replace(TEMPORAL, length=360), "flash3"),
         (replace(TEMPORAL, length=360, packed=True), "flash3"),
         (replace(SPATIAL, kind=None), "flash3"),  # a call without a kind
-        (replace(SPATIAL, kind=None, length=None, packed=True), "flash"),
+        (replace(SPATIAL, kind=None, length=None, packed=True), "flash3"),
         (replace(SPATIAL, head_width=36), "flash"),
         (replace(SPATIAL, head_width=264), "efficient"),
         (replace(SPATIAL, dtype=torch.float16), "flash3"),
@@ -113,7 +103,7 @@ SHORT = replace(TEMPORAL, short_rows=True)
         (replace(SHORT, length=33), "flash"),
         (replace(SHORT, head_width=136), "flash"),
         (replace(SHORT, packed=True), "flash"),
-        (replace(SHORT, kind="cross"), "flash"),
+        (replace(SHORT, kind="cross"), "flash3"),
         (replace(SHORT, autocast=True), "sdpa"),
         (TEMPORAL, "flash"),
     ],
@@ -139,6 +129,21 @@ def test_reasons_say_what_is_missing() -> None:
     assert "Hopper" in choose("auto", SPATIAL, ALL).reason
 
 
+def test_a_kernel_that_failed_verification_is_passed_over() -> None:
+    refused = replace(SPATIAL, refused=frozenset(["flash3", "cudnn"]))
+    choice = choose("auto", refused, ALL)
+    assert choice.kernel == "flash" and "cuDNN failed verification on this device" in choice.reason
+    with pytest.raises(ValueError, match="got attention 'cudnn', but cuDNN failed verification"):
+        choose("cudnn", refused, ALL)
+
+
+def test_flash_attn_3_is_named_with_the_line_that_installs_it() -> None:
+    line = "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/"
+    with pytest.raises(ValueError) as refused:
+        choose("flash3", CROSS, CUDNN)
+    assert line in str(refused.value)
+
+
 def test_the_table_is_complete() -> None:
     assert {entry.kernel for entry in TABLE} == set(KERNELS)
     assert set(OBSTACLES) == set(KERNELS) - {"reference"}
@@ -162,11 +167,6 @@ def test_a_kernel_asked_for_in_vain(name: str, platform: Platform, problem: str)
     match = f"got attention '{name}', but .*{problem}; expected .*; install .* attention='auto'"
     with pytest.raises(ValueError, match=match):
         choose(name, SPATIAL, platform)
-
-
-def test_older_torch_does_not_order_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backends: None)
-    assert choose("auto", SPATIAL, CUDNN).kernel == "torch_flash"
 
 
 def test_torchs_choice_builds_no_matrices() -> None:

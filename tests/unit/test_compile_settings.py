@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from opensora_sp import compile_cache
 from opensora_sp.config import TrainConfig
@@ -70,6 +71,14 @@ def test_kernels_are_kept_beside_compiled_code(cache: Path) -> None:
     assert kept == os.environ[compile_cache.TRITON]
     # Triton would load modules for another version of Python.
     assert Path(kept) == compile_cache.default_folder() / "triton"
+
+
+def test_the_temporary_folder_of_torch_is_not_taken_for_the_users(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compile_cache.INDUCTOR, default_cache_dir())
+    compile_cache.use_compile_cache()
+    assert Path(os.environ[compile_cache.INDUCTOR]) == compile_cache.default_folder()
 
 
 @pytest.mark.parametrize("name", [compile_cache.TRITON, "TRITON_HOME"])

@@ -109,13 +109,24 @@ class Requests:
         return iter([SimpleNamespace(samples=[0], micro_batch=None, latent_size=None)] * 4)
 
 
-def test_a_loader_ends_all_workers_at_once(pipe: Path) -> None:
+@pytest.fixture(params=["fork", "forkserver"])
+def default_start_method(request: pytest.FixtureRequest) -> Iterator[None]:
+    """That of Python up to 3.13, and since 3.14."""
+    former = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(request.param, force=True)
+    yield
+    multiprocessing.set_start_method(former, force=True)
+
+
+@pytest.mark.usefixtures("default_start_method")
+def test_a_loader_forks_workers_and_ends_all_at_once(pipe: Path) -> None:
     """Without ``close``, a ``DataLoader`` waits 5 s for the first of them, and for the next."""
     loader = StepLoader(
         Blocked(pipe), Requests(), num_workers=2, seed=0, worker_init_fn=init_worker
     )
     steps = iter(loader)
     ready(pipe)
+    assert {psutil.Process(one.pid).ppid() for one in loader._workers} == {os.getpid()}
     begun = time.monotonic()
     loader.close()
     del steps

@@ -133,10 +133,14 @@ def test_values_and_gradients(title: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
-    """Where a result is written. The interpreter cuts bits off; devices round to the nearest."""
+    """Where a result is written. The interpreter cuts bits off; devices round to the nearest.
+
+    Backward of a sum and its norm begins with the sum as it was written.
+    """
     titles = ["per sample", "parts of samples, per token", "across, per row"]
     for name, error in run_interpreted(errors_of, titles, dtype).items():
-        assert error <= torch.finfo(dtype).eps, (name, error)
+        roundings = 2 if "add_norm_modulate" in name and "gradient" in name else 1
+        assert error <= roundings * torch.finfo(dtype).eps, (name, error)
 
 
 def gradients_of_biases(function: str) -> list[torch.Tensor]:

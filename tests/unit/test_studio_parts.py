@@ -41,8 +41,8 @@ from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime import Watchdog
 from opensora_sp.runtime.local_ranks import LocalRanks
+from opensora_sp.runtime.process_group import join_processes
 from opensora_sp.sampling import session
-from opensora_sp.sampling.run import join_processes
 from opensora_sp.sampling.session import Session, serve
 from opensora_sp.studio import UPLOADS, views
 from opensora_sp.studio.folders import Folders

@@ -187,7 +187,7 @@ class OpenSoraPipeline(DiffusionPipeline):
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
             raise attribute_error(name)
-        return super().__getattr__(name)
+        return super().__getattr__(name)  # type: ignore[misc]
 
     # --- devices
 

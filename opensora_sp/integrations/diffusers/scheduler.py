@@ -35,7 +35,6 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
     """
 
     # Of the base classes, which have no types.
-    config_name: str
     from_config: Callable[..., OpenSoraScheduler]
     save_pretrained: Callable[..., None]
     # Noise levels are as many as the calls of the model, and latents begin as standard noise.

@@ -87,13 +87,24 @@ def _verify(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -
     found: list[Difference] = []
     for example in examples_of(name, sizes):
         reference, kernel = (_function(folder, name, example) for folder in ("reference", "triton"))
-        exact = results(reference, example, torch.float64, CPU, rounded=dtype)
-        rounding = results(reference, example, dtype, CPU)
-        with _without_tf32():
-            ours = results(kernel, example, dtype, device)
-            plain = results(reference, example, dtype, device)
-        found += differences(ours, plain, rounding, exact, dtype)
+        found += compare(kernel, reference, example, dtype, device)
     return found
+
+
+def compare(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    example: Example,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Difference]:
+    """Compare the values and gradients of a call on a device with those of the reference."""
+    exact = results(reference, example, torch.float64, CPU, rounded=dtype)
+    rounding = results(reference, example, dtype, CPU)
+    with _without_tf32():
+        ours = results(kernel, example, dtype, device)
+        plain = results(reference, example, dtype, device)
+    return list(differences(ours, plain, rounding, exact, dtype))
 
 
 def _function(folder: str, name: str, example: Example) -> Callable[..., Any]:

@@ -17,7 +17,9 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from opensora_sp.extras import check_colossalai
 from opensora_sp.runtime.host_checks import (
+    check_architectures,
     check_devices,
     check_interfaces,
     check_own_address,
@@ -107,23 +109,29 @@ def _warn_if(problem: bool, name: str, found: str, advice: str) -> Check:
 def _software(facts: dict[str, str]) -> list[Check]:
     colossalai, flash = facts["colossalai"], facts["flash-attn"]
     without_flash = f"{ABSENT}, and not needed: torch SDPA is used"
+    if facts["flash-attn-3"] == ABSENT and _has_hopper():
+        # Models are imported for this sentence alone.
+        from opensora_sp.models.attention_table import INSTALL_FLASH3
+
+        without_flash += f"; faster on this GPU: {INSTALL_FLASH3}"
     others = set(PACKAGES) - {"colossalai", "flash-attn"}
     packages = ", ".join(f"{name} {facts[name]}" for name in sorted(others))
     python = f"{platform.python_version()} in {sys.prefix}, {platform.platform()}"
     torch_version = f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"
-    install = "pip install colossalai==0.5.0: training needs it"
 
     return [
         Check("opensora-sp", f"{facts['opensora-sp']} in {PACKAGE}"),
         Check("python", python),
         Check("torch", torch_version),
-        Check("ColossalAI", ABSENT, "FAIL", install)
-        if colossalai == ABSENT
-        else Check("ColossalAI", colossalai),
+        _run_check("ColossalAI", colossalai, check_colossalai),
         Check("flash-attn", without_flash if flash == ABSENT else flash),
         Check("packages", packages),
         _torchrun(),
     ]
+
+
+def _has_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _torchrun() -> Check:
@@ -161,6 +169,10 @@ def _gpu(number: int) -> Check:
         f"{facts.name}, {free / GB:.1f} GB free of {total / GB:.1f}, compute "
         f"{facts.major}.{facts.minor}"
     )
+    try:
+        check_architectures(number)
+    except ValueError as error:
+        return Check.failed(f"GPU {number}", str(error))
     advice = "another process uses it: see nvidia-smi"
     return _warn_if(free < 0.9 * total, f"GPU {number}", found, advice)
 

@@ -89,14 +89,14 @@ def _store(start, exists, first, last, D: tl.constexpr, LOW: tl.constexpr, HIGH:
 
 @triton.jit
 def _weights(q_first, q_last, k_first, k_last, T, D: tl.constexpr, L: tl.constexpr):
-    """The softmax of the scores ``[P, L, L]``, and its denominator, by which it is not divided."""
+    """The softmax of the scores, ``[P, L, L]``."""
     scores = _product(q_first, _transpose(k_first)) + _product(q_last, _transpose(k_last))
     scale = tl.full((1, 1, 1), LOG2_E / D**0.5, scores.dtype)
     is_key = tl.arange(0, L)[None, None, :] < T
     scores = tl.where(is_key, scores * scale, float("-inf"))
 
     weights = tl.exp2(scores - tl.max(scores, axis=2, keep_dims=True))
-    return weights, tl.sum(weights, axis=2, keep_dims=True)
+    return weights / tl.sum(weights, axis=2, keep_dims=True)
 
 
 # One binary for each dtype, head width, alignment and padding: no other number is compiled in.
@@ -134,9 +134,8 @@ def _short_rows_forward(
     k_first, k_last = _load(k, exists, D, LOW, HIGH)
     v_first, v_last = _load(v, exists, D, LOW, HIGH)
 
-    weights, total = _weights(q_first, q_last, k_first, k_last, T, D, L)
-    weights = weights.to(v_first.dtype)
-    first, last = _product(weights, v_first) / total, _product(weights, v_last) / total
+    weights = _weights(q_first, q_last, k_first, k_last, T, D, L).to(v_first.dtype)
+    first, last = _product(weights, v_first), _product(weights, v_last)
     out = out_ptr + ((row * T + token) * H + head) * D
     _store(out, exists, first, last, D, LOW, HIGH)
 
@@ -188,8 +187,7 @@ def _short_rows_backward(
     grad_first, grad_last = _load(grad, exists, D, LOW, HIGH)
     written = ((row * T + token) * H + head) * D
 
-    weights, total = _weights(q_first, q_last, k_first, k_last, T, D, L)
-    weights = weights / total
+    weights = _weights(q_first, q_last, k_first, k_last, T, D, L)
     turned = _transpose(weights.to(q_first.dtype))
     first, last = _product(turned, grad_first), _product(turned, grad_last)
     _store(grad_v_ptr + written, exists, first, last, D, LOW, HIGH)

@@ -25,6 +25,13 @@ class Setup:
     num_ranks: int
     small: bool = False
 
+    @property
+    def name(self) -> str:
+        """The devices, for a heading."""
+        if self.device.type == "cpu":
+            return f"CPU, {self.num_ranks} ranks"
+        return f"{self.num_ranks} x {torch.cuda.get_device_name(self.device)}"
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -14,7 +14,6 @@ from opensora_sp.models.kernels.verification import obstacle, verify_kernel
 from .findings import Finding, Setup, largest_of
 
 SIZES = Sizes(width=1152, heads=16, hidden=4608)
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
@@ -27,11 +26,17 @@ def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
         return
 
     use_triton_cache()
-    for dtype in DTYPES:
-        found = {one.result: one for one in verify_kernel(name, SIZES, dtype, setup.device)}
-        ratios = {result: one.error / one.bound for result, one in found.items()}
+    # That of a 16-bit dtype compares in float32, too.
+    found = {one.result: one for one in verify_kernel(name, SIZES, torch.bfloat16, setup.device)}
+    for dtype in ("float32", "bfloat16"):
+        in_float32 = dtype == "float32"
+        ratios = {
+            result: one.error / one.bound
+            for result, one in found.items()
+            if result.endswith(" in float32") == in_float32
+        }
         worst, result = largest_of(ratios)
-        label = f"kernel {name}, {str(dtype).removeprefix('torch.')}"
+        label = f"kernel {name}, {dtype}"
         yield Finding(label, worst, 1.0, "x rounding", note=str(found[result]))
 
 

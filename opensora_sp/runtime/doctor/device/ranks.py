@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from opensora_sp.extras import PackageError, check_colossalai
 from opensora_sp.parallel import (
     SequenceMesh,
     parallelize,
@@ -64,6 +65,12 @@ def check_strategies(setup: Setup) -> Iterator[Finding]:
 
 def check_zero(setup: Setup) -> Iterator[Finding]:
     """One SGD step with ZeRO, one sample per rank, against one process with all. Collective."""
+    try:
+        check_colossalai()
+    except PackageError as error:
+        yield Finding.skip("ZeRO", str(error))
+        return
+
     for stage in (1, 2):
         model, inputs = copy_to(setup.device, torch.float32, *small_model("STDiT3", setup))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from opensora_sp.runtime.versions import versions
 
@@ -30,17 +29,23 @@ CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Examination:
-    """What all checks of a device found."""
+    """What the checks of a device found, so far.
+
+    Attributes:
+        seconds: that each check took, by name.
+        complete: whether all checks have run.
+    """
 
     device: str
-    findings: list[Finding]
-    seconds: dict[str, float]
+    findings: list[Finding] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    complete: bool = False
 
     @property
     def ok(self) -> bool:
-        return all(finding.verdict != "FAIL" for finding in self.findings)
+        return self.complete and all(finding.verdict != "FAIL" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -48,6 +53,7 @@ class Examination:
             "facts": versions(),
             "findings": [finding.to_dict() for finding in self.findings],
             "seconds": self.seconds,
+            "complete": self.complete,
             "ok": self.ok,
         }
 
@@ -68,23 +74,29 @@ def setup_for(device: str) -> Setup:
     return Setup(torch.device("cuda", 0), num_ranks=torch.cuda.device_count())
 
 
-def examine_device(setup: Setup) -> Examination:
-    """Run all checks; an error in one is a finding, and the next one runs."""
-    findings: list[Finding] = []
-    seconds: dict[str, float] = {}
-    # disable=None: no bar unless this is a terminal.
-    for name, check in tqdm(CHECKS.items(), desc="doctor", unit="check", disable=None):
+def examine_device(
+    setup: Setup, report: Callable[[Examination], None] = lambda examination: None
+) -> Examination:
+    """Run all checks; an error in one is a finding, and the next one runs.
+
+    Args:
+        report: called with what was found so far, after each finding, which is the last.
+    """
+    found = Examination(setup.name)
+    for name, check in CHECKS.items():
         start = time.perf_counter()
-        try:
-            findings += check(setup)
-        except Exception as error:  # drivers and compilers may raise anything
-            findings.append(Finding.of_error(name, error))
+        for finding in _findings(name, check, setup):
+            found.findings.append(finding)
+            found.seconds[name] = round(time.perf_counter() - start, 2)
+            report(found)
+    found.complete = True
+    return found
 
-        seconds[name] = round(time.perf_counter() - start, 2)
-    return Examination(_name(setup), findings, seconds)
 
-
-def _name(setup: Setup) -> str:
-    if setup.device.type == "cpu":
-        return f"CPU, {setup.num_ranks} ranks"
-    return f"{setup.num_ranks} x {torch.cuda.get_device_name(setup.device)}"
+def _findings(
+    name: str, check: Callable[[Setup], Iterator[Finding]], setup: Setup
+) -> Iterator[Finding]:
+    try:
+        yield from check(setup)
+    except Exception as error:  # drivers and compilers may raise anything
+        yield Finding.of_error(name, error)
