@@ -43,6 +43,7 @@ from opensora_sp.runtime.doctor.device import Setup, examine_device, setup_for
 from opensora_sp.runtime.doctor.device.speed import check_ceilings
 from opensora_sp.runtime.doctor.probe import median_seconds
 from opensora_sp.runtime.versions import versions
+from opensora_sp.training.meter import Peak
 
 MODEL = "STDiT3-XL/2"
 DEVICE, BF16 = torch.device("cuda", 0), torch.bfloat16
@@ -259,7 +260,8 @@ def step_figures(config: Any, shape: Shape, gpu: CostModel, args: argparse.Names
     flops = ModelFlops.of(model).step(shape.latents, text)
     planned_seconds, planned_activations = plan_of(config, shape, gpu, args.level)
     time = Compared(1e3 * seconds, 1e3 * planned_seconds)
-    mfu = Compared(flops / seconds / gpu.peak, flops / planned_seconds / gpu.peak)
+    peak_flops = 1e12 * (Peak.of_gpu(gpu.name, "bf16").tflops or math.nan)
+    mfu = Compared(flops / seconds / peak_flops, flops / planned_seconds / peak_flops)
     memory = Compared(peak / 1e9, (weights + planned_activations) / 1e9)
     return time.columns("ms") | mfu.columns("MFU") | memory.columns("peak GB")
 

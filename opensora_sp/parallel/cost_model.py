@@ -16,7 +16,7 @@ from .batch_shape import BatchShape
 
 ELEMENT_BYTES = 2  # bf16
 
-TIMES = ("latency", "network_latency", "shortest_kernel", "launch")  # in seconds; may be 0
+TIMES = ("latency", "network_latency", "launch")  # in seconds; may be 0
 MIN_RATE = 1e-30
 
 CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
@@ -54,14 +54,10 @@ class CostModel:
         attention_tile: queries and keys of a tile of attention's forward; backward swaps them. A
             tile is computed whole, so short rows are padded to it.
         memory_bandwidth: of elementwise kernels.
-        shortest_kernel: seconds of a kernel that has nothing to do.
         launch: seconds in which the host queues an operator.
         asynchronous: whether the device computes while the host launches and while links send. On a
             CPU the same cores do all.
-        to_host: bytes per second between the device and pinned memory of the host, each way.
-        peak: dense bf16 products of the data sheet: model FLOPs utilisation is a share of it.
         memory: bytes of the device.
-        capability: compute capability of a GPU.
         name: of the device, for messages.
 
     Raises:
@@ -84,18 +80,13 @@ class CostModel:
     # 90 % of assumed 3.0 TB/s in copies.
     memory_bandwidth: float = 2.7e12
 
-    shortest_kernel: float = 2e-6
-    # The host took 3.0 ms for a pair of blocks of STDiT3-XL/2 with Triton kernels, which are 374
-    # launches (docs/performance.md). For kernels alone, 4 to 6 us were measured beside an H200.
+    # The host took 2.4 ms for a pair of blocks of STDiT3-XL/2 in plain torch, which are 250
+    # operators, and 3.0 ms with Triton kernels (docs/performance.md), on a core that is slower than
+    # a GPU server's. For kernels alone, 4 to 6 us were measured beside an H200.
     launch: float = 8e-6
     asynchronous: bool = True
 
-    # Assumed, of the 63 GB/s that PCIe 5.0 x16 has each way.
-    to_host: float = 50e9
-
-    peak: float = 989e12
     memory: float = 80e9
-    capability: tuple[int, int] = (9, 0)
     name: str = "H100"
 
     def __post_init__(self) -> None:
@@ -234,13 +225,9 @@ CPU = CostModel(
     attention_backward=65e9,
     attention_tile=(1, 1),
     memory_bandwidth=8.5e9,
-    shortest_kernel=0.0,
     launch=15e-6,
     asynchronous=False,
-    to_host=8e9,
-    peak=100e9,
     memory=16e9,
-    capability=(0, 0),
     name="CPU",
 )
 

@@ -169,9 +169,6 @@ class RunEstimator:
         self.video_frames[size] = max(bucket.num_frames, self.video_frames.get(size, 0))
         return bucket.batch_size * self.predictions, self.config.in_channels, *size
 
-    def shape(self, bucket: BatchSpec) -> BatchShape:
-        return self.shape_of(self.latents(bucket))
-
     def shape_of(self, latents: tuple[int, ...]) -> BatchShape:
         num_samples, _, frames, height, width = latents
         return BatchShape.of(self.config, num_samples, (frames, height, width))

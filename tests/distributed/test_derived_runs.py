@@ -338,7 +338,7 @@ def test_plans_have_an_input_of_each_frame(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_package(tmp_path, planned, tmp_path)
-    assert WORLD in (text := capsys.readouterr().out) and "memory" in text
+    assert WORLD in (text := capsys.readouterr().out) and "GB at the peak" in text
 
 
 def counted(folder: Path) -> None:
