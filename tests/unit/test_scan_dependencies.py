@@ -27,7 +27,7 @@ def test_an_advisory_is_accepted_by_any_of_its_identifiers() -> None:
 
 def test_each_accepted_advisory_has_a_reason(tmp_path: Path) -> None:
     accepted = read_accepted(ACCEPTED)
-    assert "CVE-2025-32434" in accepted and len(accepted) > 30
+    assert "CVE-2024-6345" in accepted and all(accepted.values())
     (tmp_path / "list").write_text("CVE-1 torch\n")
     with pytest.raises(ValueError, match="got 'CVE-1 torch' .* expected identifier, package and"):
         read_accepted(tmp_path / "list")
