@@ -723,7 +723,7 @@ def unpickle(path: Path) -> None:
     ("written", "read", "message"),
     [
         ("pickle", unpickle, "pickle.find_class"),
-        ("torchscript", lambda path: torch.load(path, weights_only=True), "touched"),
+        ("torchscript", lambda path: torch.load(path, weights_only=False), "touched"),
         ("large", lambda path: path.read_bytes(), r"(399|4\d\d) MiB"),
         ("playlist", lambda path: av.open(str(path), **FOLLOW), "touched"),
         ("fifo", lambda path: path.read_bytes(), "did not end within"),
