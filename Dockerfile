@@ -20,7 +20,7 @@ RUN case "$VARIANT" in \
         cpu) index=https://download.pytorch.org/whl/cpu ;; \
         *) echo "got VARIANT=$VARIANT; expected cuda or cpu; change --build-arg" >&2; exit 1 ;; \
     esac \
-    && pip install --no-cache-dir --index-url "$index" torch
+    && pip install --no-cache-dir --index-url "$index" torch==2.14.1
 
 COPY setup.py pyproject.toml README.md LICENSE /source/
 COPY configs /source/configs
