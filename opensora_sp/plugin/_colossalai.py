@@ -45,6 +45,13 @@ def without_optimizers() -> Iterator[None]:
             del sys.modules[module]
 
 
+# ColossalAI calls them, and this package does for torch 2.11, which has no others.
+warnings.filterwarnings(
+    "ignore",
+    message=r"`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+    category=FutureWarning,
+)
+
 with warnings.catch_warnings(), without_optimizers():
     warnings.filterwarnings(
         "ignore", message="Please install (the latest tensornvme|apex from source)"

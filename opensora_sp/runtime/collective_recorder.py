@@ -29,11 +29,16 @@ from torch.distributed import distributed_c10d as c10d
 from .rank_info import format_ranks
 from .stack_inspection import location
 
+# Since torch 2.14 the first names call the second ones.
+RENAMED = {
+    "all_gather_into_tensor": "all_gather_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+}
+
 # Each calls the backend once. All other collectives of torch.distributed call one of these.
 COLLECTIVES = (
+    *(new if hasattr(c10d, new) else old for old, new in RENAMED.items()),
     "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",  # of newer versions, as is reduce_scatter_single
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
@@ -44,8 +49,6 @@ COLLECTIVES = (
     "recv",
     "reduce",
     "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
     "scatter",
     "send",
 )
@@ -115,8 +118,7 @@ class CollectiveRecorder:
 
     def start(self) -> None:
         for name in COLLECTIVES:
-            if hasattr(c10d, name):
-                self._replace(name, self._recorded(getattr(c10d, name)))
+            self._replace(name, self._recorded(getattr(c10d, name)))
         self._replace("new_group", self._with_timeout(c10d.new_group))
 
     def stop(self) -> None:

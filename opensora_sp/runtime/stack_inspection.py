@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from types import FrameType
 
 import torch
+import typing_extensions
 
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_SKIPPED = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    # They wrap deprecated functions, as some collectives of torch 2.14 are.
+    typing_extensions.__file__,
+    warnings.__file__,
+)
 
 
 def location_of_thread(thread: int) -> str:

@@ -64,6 +64,13 @@ def _launching(name: str) -> Callable[..., Launched]:
     return launch
 
 
+# torch 2.14 calls a group by the second names; its gloo has the first.
+RENAMED = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "alltoall_base": "all_to_all_single",
+}
 for _name in COLLECTIVES:
-    setattr(AsyncGroup, _name, _launching(_name))
+    for _called in (_name, RENAMED.get(_name, _name)):
+        setattr(AsyncGroup, _called, _launching(_name))
 dist.Backend.register_backend("asynchronous", AsyncGroup, devices=["cpu"])
