@@ -109,8 +109,10 @@ def test_a_project_runs_from_the_wheel(environment: Path, tmp_path: Path) -> Non
     command, python = environment / "opensora-sp", environment / "python"
     where = called(python, "-c", "import opensora_sp; print(opensora_sp.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(environment.parent)
-    pip = (sys.executable, "-m", "pip", "--python", python)
-    assert "No broken requirements found" in called(*pip, "check", folder=tmp_path)
+    check = [sys.executable, "-m", "pip", "--python", python, "check"]
+    broken = subprocess.run(check, capture_output=True, text=True).stdout.splitlines()
+    # docs/install.md says which.
+    assert broken and all(line.startswith("colossalai 0.5.0 ") for line in broken), broken
 
     called(command, "init", "project", folder=tmp_path)
     project, path = tmp_path / "project", f"{environment}:{os.environ['PATH']}"
