@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import os
+import re
 import shutil
 import socket
 import subprocess
