@@ -98,7 +98,6 @@ def test_ranks_that_the_network_separates_end(
     ]
     try:
         wait_until(lambda: newest_checkpoint(tmp_path / "run"), 200)
-        addresses = listening(pair[0])
         pair[1].cut_off()
         wait_until(lambda: not any(host.ranks() for host in pair), 6 + 5)
     finally:
@@ -108,21 +107,12 @@ def test_ranks_that_the_network_separates_end(
         reported, _ = run.communicate(timeout=NOTICED)
         assert BLAMED[rank] in reported and f"rank {rank} was at:" in reported, reported
 
-    # Nothing of a rank listens where other networks reach it.
-    assert addresses and addresses <= {pair[0].address, "127.0.0.1"}
-
 
 def torchrun(config: Path, outputs: Path, node: int, *options: str) -> list[str | Path]:
     launcher = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(node)]
     master = ["--master_addr", "alpha", "--master_port", "29601"]
     options = (f"outputs={outputs}", "max_steps=100000", *options)
     return [*launcher, *master, "scripts/train.py", config, "--cfg-options", *options]
-
-
-def listening(host: Host) -> set[str]:
-    """Addresses at which the ranks of a host listen."""
-    lines = host.run("ss", "--listening", "--tcp", "--numeric", "--processes").stdout.splitlines()
-    return {line.split()[3].rpartition(":")[0] for line in lines if '"python' in line}
 
 
 def test_torchrun_joins_at_a_rendezvous(pair: list[Host], config: Path, tmp_path: Path) -> None:
