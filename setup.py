@@ -32,7 +32,7 @@ setup(
     packages=find_packages(include=["opensora_sp", "opensora_sp.*"]),
     # Through the link opensora_sp/configs, so that the repository has one copy.
     package_data={"opensora_sp": ["configs/**/*.py", "configs/**/*.txt"]},
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.15",
     install_requires=[
         "av",
         "diffusers>=0.38",
@@ -52,7 +52,7 @@ setup(
         "sentencepiece>=0.2.1",
         "setuptools<81",  # mmengine and TensorBoard import pkg_resources
         "tokenizers",
-        "torch>=2.11",
+        "torch>=2.13",
         "tqdm",
         "transformers>=5.0",
     ],
@@ -89,5 +89,6 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
     ],
 )

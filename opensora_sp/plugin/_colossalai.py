@@ -45,7 +45,7 @@ def without_optimizers() -> Iterator[None]:
             del sys.modules[module]
 
 
-# ColossalAI calls them, and this package does for torch 2.11, which has no others.
+# ColossalAI and this package call them by the names that every torch has.
 warnings.filterwarnings(
     "ignore",
     message=r"`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from .rank_info import format_ranks
 from .stack_inspection import location
 
-# Since torch 2.14 the first names call the second ones.
+# In newer versions the first names call the second ones.
 RENAMED = {
     "all_gather_into_tensor": "all_gather_single",
     "reduce_scatter_tensor": "reduce_scatter_single",

@@ -182,7 +182,7 @@ class RecordingGroup(dist.ProcessGroup):
                 self._copy(tensor, own)
         return work
 
-    # torch 2.11 calls collectives of one tensor by other names than torch 2.14: both are here.
+    # Older versions of torch call collectives of one tensor by other names: both are here.
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Done:
         work = self._begin("all_gather_into_tensor", [own], [output])

@@ -64,7 +64,7 @@ def _launching(name: str) -> Callable[..., Launched]:
     return launch
 
 
-# torch 2.14 calls a group by the second names; its gloo has the first.
+# Newer versions call a group by the second names; gloo has the first.
 RENAMED = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",

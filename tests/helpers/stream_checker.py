@@ -261,7 +261,7 @@ class StreamGroup(dist.ProcessGroup):
     ) -> StreamWork:
         return self._launch([output], [given])
 
-    # The names in torch 2.11.
+    # The names in older versions.
     _reduce_scatter_base = reduce_scatter_single
     _allgather_base = all_gather_single
 
