@@ -144,6 +144,10 @@ def _wait_for_answer(connection: socket.socket, respond: RESPOND) -> None:
 
 def _answer(folder: Path, respond: RESPOND) -> None:
     """Leave the answer, and exit without tearing torch down."""
+    # The first call that needs torch's pool of threads after a fork makes it anew, without a lock:
+    # two threads that do so at once abort with "Invalid thread pool!".
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     try:
         request = pickle.loads((folder / "request.pickle").read_bytes())
         content = pickle.dumps(respond(request, folder))
