@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
+from opensora_sp.planner.live_peak import LivePeak
 
 FRAMES, COLUMNS, WIDTH, HEADS, TEXT = 50, 40, 144, 2, 300
 MAX_TOKENS = 200_000

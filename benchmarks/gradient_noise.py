@@ -32,11 +32,11 @@ from torch import Tensor
 
 from opensora_sp.data import BucketPlan, MicroBatch, toy_clip
 from opensora_sp.data.bucket_plan import BatchOrder
+from opensora_sp.data.randomness import normal, uniform
 from opensora_sp.data.transforms import scale
 from opensora_sp.diffusion import Noised, RectifiedFlow
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.models import build_model
-from opensora_sp.randomness import normal, uniform
 
 FRAMES, OF_BUCKET, HELD_OUT = (1, 4, 8), 96, 16
 BATCH_SIZE, PER_STEP = 4, 4

@@ -35,7 +35,7 @@ from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.parallel.cost_model import H100
-from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
+from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, nested_groups
 
 CONFIG = Path(__file__).parents[1] / "configs" / "stdit3" / "train" / "buckets_stage1_sp8.py"
 NODE = 8

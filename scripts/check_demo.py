@@ -24,13 +24,14 @@ from torch import Tensor
 from toy_judge import Seen, judge
 
 from opensora_sp.checkpoint import find_weights
+from opensora_sp.common.console import report_errors
+from opensora_sp.common.files import read_json
 from opensora_sp.config import (
     InferenceConfig,
     TrainConfig,
     load_inference_config,
     load_train_config,
 )
-from opensora_sp.console import report_errors
 from opensora_sp.data import (
     CorruptSample,
     ToyClip,
@@ -40,12 +41,11 @@ from opensora_sp.data import (
     to_frames,
     toy_clip,
 )
+from opensora_sp.data.randomness import normal
 from opensora_sp.data.toy import toy_captions
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.encoders import LatentEncoder
-from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.randomness import normal
 from opensora_sp.sampling.contact_sheet import write_contact_sheet
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.lettering import draw_text

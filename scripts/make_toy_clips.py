@@ -8,7 +8,7 @@ import csv
 from itertools import count, islice
 from pathlib import Path
 
-from opensora_sp.console import report_errors
+from opensora_sp.common.console import report_errors
 from opensora_sp.data import is_held_out, toy_clip, write_video
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.components import nearest
-from opensora_sp.json_reader import read_json
+from opensora_sp.common.files import read_json
+from opensora_sp.common.importing import nearest
 from opensora_sp.models.lora import ADAPTER
 
 from .hub import ADAPTERS, HubName, describe_missing, fetch

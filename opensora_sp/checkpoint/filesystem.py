@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from opensora_sp.regular_file import open_regular
+from opensora_sp.common.files import open_regular
 
 
 class FileSystem:

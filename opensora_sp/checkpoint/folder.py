@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from opensora_sp.json_reader import MAX_BYTES, parse_json, read_small_file
-from opensora_sp.regular_file import open_regular
+from opensora_sp.common.files import MAX_BYTES, open_regular, parse_json, read_small_file
 
 from .filesystem import FileSystem, sha256
 from .paths import checkpoint_step, committed_checkpoints, is_committed

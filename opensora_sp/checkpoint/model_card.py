@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from opensora_sp.json_reader import read_small_file
+from opensora_sp.common.files import read_small_file
 from opensora_sp.models.base import ConditionedModel
 
 from .model_config import model_config_json

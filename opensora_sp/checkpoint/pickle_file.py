@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import opensora_sp
-from opensora_sp.json_reader import parse_json
+from opensora_sp.common.files import parse_json
 from opensora_sp.unpickler.archive import FILE
 
 from .tensor_file import DTYPES

@@ -18,8 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_sp.json_reader import read_json
-from opensora_sp.regular_file import open_regular
+from opensora_sp.common.files import open_regular, read_json
 
 from .paths import find_weights, weight_file
 from .pickle_file import open_pickle

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opensora_sp.json_reader import read_json
+from opensora_sp.common.files import read_json
 
 from .filesystem import sha256
 

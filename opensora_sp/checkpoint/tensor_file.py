@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.regular_file import open_regular
+from opensora_sp.common.files import open_regular
 
 from .filesystem import FileSystem
 

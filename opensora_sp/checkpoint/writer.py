@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.backends import host_backend
+from opensora_sp.parallel.mesh import host_backend
 
 from .tensor_file import Spec, TensorFile, as_bytes, file_order
 

@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Sequence
 
 from opensora_sp import __version__
-from opensora_sp.console import Parser, exit_on_interrupt, log_to_terminal, report_errors
-from opensora_sp.launchers import end_with_launchers
+from opensora_sp.common.console import Parser, exit_on_interrupt, log_to_terminal, report_errors
+from opensora_sp.runtime.launchers import end_with_launchers
 
 from . import (
     config,

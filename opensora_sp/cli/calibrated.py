@@ -22,9 +22,9 @@ def run_calibration(args: argparse.Namespace) -> None:
     from opensora_sp.data.atomic import check_writable
     from opensora_sp.parallel import closing_process_group
     from opensora_sp.planner.calibration import calibrate
-    from opensora_sp.runtime import raise_on_all_ranks
     from opensora_sp.runtime.cost_model_file import write_cost_model
     from opensora_sp.runtime.process_group import join_processes
+    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
     from opensora_sp.runtime.versions import versions
 
     path = Path(args.calibrate)

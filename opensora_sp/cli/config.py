@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from opensora_sp.console import config_arguments, log_to_terminal
+from opensora_sp.common.console import config_arguments, log_to_terminal
 
 HELP = "check a config and print its resolved values"
 EXAMPLE = "opensora-sp config configs/demo/first.py --explain"

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opensora_sp.console import add_allow_pickle, log_to_terminal
+from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 
 if TYPE_CHECKING:
     from opensora_sp.config.model_spec import ModelSpec
@@ -186,7 +186,7 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
     from opensora_sp.checkpoint import from_pretrained, save_pretrained
     from opensora_sp.checkpoint.hub import HubName
     from opensora_sp.checkpoint.model_card import saved_license
-    from opensora_sp.dtypes import DTYPES
+    from opensora_sp.common.tensors import DTYPES
 
     options, convert = _model_options(args)
     model = from_pretrained(

@@ -19,16 +19,16 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import Assigned, MicroBatch, busy_seconds
 from opensora_sp.data.bucket_plan import Batch, cut_into_steps
 from opensora_sp.data.dataset import ClipShape
+from opensora_sp.data.randomness import generator
 from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import Work, make_dataset, make_plan, micro_batches_of_step
 from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.models.recompute import EVERYTHING
+from opensora_sp.parallel.rank_groups import fixed_groups, group_sizes, nested_groups
 from opensora_sp.planner.batches import CHOSEN_AT_START, batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.run_plan import memory_of_gpu, rates_of
-from opensora_sp.randomness import generator
-from opensora_sp.rank_groups import fixed_groups, group_sizes, nested_groups
 
 STEPS = 16  # at most, of a run whose clips are there
 COLUMNS = 100

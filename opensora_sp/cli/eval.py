@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from opensora_sp.console import Parser, add_allow_pickle
+from opensora_sp.common.console import Parser, add_allow_pickle
 
 HELP = (
     "measure the held-out loss of a checkpoint by bucket and timestep, on any number of processes"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
     from opensora_sp.data.atomic import atomic_write, check_writable
     from opensora_sp.evaluation.run import Settings, evaluate
-    from opensora_sp.runtime import raise_on_all_ranks
+    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 
     output = None if args.output is None else Path(args.output)
     with raise_on_all_ranks():

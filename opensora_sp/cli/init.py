@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _shipped_config(name: str) -> Path:
     """The training config of the package with this name, ``configs/...``."""
-    from opensora_sp.shipped import SHIPPED, shipped_name
+    from opensora_sp.common.files import SHIPPED, shipped_name
 
     configs = sorted(SHIPPED.glob("*/train/*.py"))
     by_name = {FIRST: SHIPPED / "demo" / "first.py"}
@@ -107,8 +107,8 @@ def _make_vacant(folder: Path) -> None:
 
 def _copy_configs(config: Path, folder: Path) -> str:
     """Copy a config and those that it is based on; returns its path in the project."""
+    from opensora_sp.common.files import shipped_name
     from opensora_sp.config.files import files_of
-    from opensora_sp.shipped import shipped_name
 
     for path in files_of(config):
         copy = folder / shipped_name(path)
@@ -119,7 +119,7 @@ def _copy_configs(config: Path, folder: Path) -> str:
 
 def _copy_prompts(config: Path, target: Path) -> None:
     """Copy the example prompts of a config's family."""
-    from opensora_sp.shipped import SHIPPED
+    from opensora_sp.common.files import SHIPPED
 
     family = config.relative_to(SHIPPED).parts[0]
     target.write_bytes((SHIPPED / family / "prompts.txt").read_bytes())

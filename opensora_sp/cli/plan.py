@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from opensora_sp.console import config_arguments
+from opensora_sp.common.console import config_arguments
 
 if TYPE_CHECKING:
     from opensora_sp.planner import BatchEstimate, Plan

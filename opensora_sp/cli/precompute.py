@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from opensora_sp.console import config_arguments
+from opensora_sp.common.console import config_arguments
 
 HELP = (
     "encode the clips of a config once into a feature cache, to train from with CachedFeatures; "
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the cache; every rank calls it."""
     from opensora_sp.config import load_train_config
     from opensora_sp.features.precompute import precompute
-    from opensora_sp.runtime import raise_on_all_ranks
+    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 
     with raise_on_all_ranks():
         cfg = load_train_config(args.config, args.cfg_options)

@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Sample; every rank calls it."""
-    from opensora_sp.runtime import raise_on_all_ranks
+    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
     from opensora_sp.sampling import sample
     from opensora_sp.sampling.command import config_of
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from opensora_sp.console import Parser
+from opensora_sp.common.console import Parser
 
 HELP = "a page in the browser: sample from the runs of this machine, and watch their training"
 EXAMPLE = "opensora-sp studio outputs"
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C."""
-    from opensora_sp.extras import check_extra
+    from opensora_sp.common.importing import check_extra
     from opensora_sp.studio import UPLOADS
 
     instead = "sample with opensora-sp sample"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from opensora_sp.console import add_allow_pickle, config_arguments, parse_bool
+from opensora_sp.common.console import add_allow_pickle, config_arguments, parse_bool
 
 HELP = "train a model from a config; torchrun or colossalai run start it on several processes"
 EXAMPLE = "torchrun --nproc_per_node 2 -m opensora_sp.cli train configs/demo/first.py"
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     """Train; every rank calls it."""
     from opensora_sp.config import load_train_config
-    from opensora_sp.runtime import raise_on_all_ranks
+    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
     from opensora_sp.training import train
 
     with raise_on_all_ranks():

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from opensora_sp.console import config_arguments
+from opensora_sp.common.console import config_arguments
 
 if TYPE_CHECKING:
     from opensora_sp.parallel import Verdict
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the comparison; exits with 1 where the results differ."""
     from opensora_sp.config import load_train_config
     from opensora_sp.parallel.strategies import WholeSamples
-    from opensora_sp.verification import verify_config
+    from opensora_sp.training.sp_verification import verify_config
 
     cfg = load_train_config(args.config, args.cfg_options)
     # With a degree for each micro-batch, --ranks names the one to verify.

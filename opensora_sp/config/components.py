@@ -9,7 +9,7 @@ from typing import Any, NotRequired, Required, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from opensora_sp.components import check_methods, component_class, nearest
+from opensora_sp.common.importing import check_methods, component_class, nearest
 from opensora_sp.diffusion import IDDPM, RectifiedFlow
 
 from .draft import Draft

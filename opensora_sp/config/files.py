@@ -17,9 +17,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from opensora_sp.components import nearest
-from opensora_sp.json_reader import MAX_BYTES, read_small_file
-from opensora_sp.shipped import or_shipped
+from opensora_sp.common.files import MAX_BYTES, or_shipped, read_small_file
+from opensora_sp.common.importing import nearest
 
 from .draft import Draft, Key, dotted, leaves
 from .findings import raise_together

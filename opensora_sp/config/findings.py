@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from opensora_sp.components import nearest
+from opensora_sp.common.importing import nearest
 
 from .draft import Draft, Key, dotted
 

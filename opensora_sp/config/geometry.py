@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opensora_sp.checkpoint.model_config import check_text_length
-from opensora_sp.components import component_class
+from opensora_sp.common.importing import component_class
 from opensora_sp.data import ClipShape, ExtraFiles
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes

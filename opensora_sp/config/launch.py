@@ -6,10 +6,10 @@ import os
 
 import torch
 
-from opensora_sp.dtypes import DTYPES
+from opensora_sp.common.tensors import DTYPES
 from opensora_sp.models.kernels import check_kernels
 from opensora_sp.parallel import check_sp_size
-from opensora_sp.rank_groups import check_degrees_in
+from opensora_sp.parallel.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .findings import raise_together

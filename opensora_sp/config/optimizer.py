@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from opensora_sp.components import nearest
+from opensora_sp.common.importing import nearest
 
 from .findings import expected_by, raise_together
 from .sections import Strict

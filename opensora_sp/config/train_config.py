@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from opensora_sp.components import nearest
+from opensora_sp.common.importing import nearest
 from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.data.degradation import check_degradation
 from opensora_sp.diffusion import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
-from opensora_sp.rank_groups import check_degrees
+from opensora_sp.parallel.rank_groups import check_degrees
 
 from .common import Common
 from .findings import raise_together

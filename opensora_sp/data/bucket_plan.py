@@ -18,11 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from opensora_sp.randomness import generator
-
 from .buckets import DROPPED, BucketEntry, Buckets
 from .dataset import ClipShape
 from .manifest import Manifest
+from .randomness import generator
 from .sampler import MicroBatch
 
 Cost = Callable[[ClipShape, int], float]

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from opensora_sp.components import nearest
-from opensora_sp.resolutions import SIZES, closest_aspect, num_pixels
+from opensora_sp.common.importing import nearest
 
 from .dataset import ClipShape
+from .resolutions import SIZES, closest_aspect, num_pixels
 
 # Share of a resolution's pixels that a clip must have.
 MIN_PIXEL_SHARE = 0.8

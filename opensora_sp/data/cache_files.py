@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.json_reader import parse_json, read_json
+from opensora_sp.common.files import parse_json, read_json
 
 from .dataset import ClipShape
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from opensora_sp.randomness import generator
+from .randomness import generator
 
 # Scores in words, by their lower bounds.
 AESTHETIC_WORDS = {

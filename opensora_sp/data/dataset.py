@@ -9,12 +9,11 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from opensora_sp.randomness import generator
-
 from .captions import Captions
 from .extra_files import ExtraFiles
 from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
+from .randomness import generator
 from .transforms import resize_and_crop
 from .video import UNREADABLE, count_frames, read_video
 

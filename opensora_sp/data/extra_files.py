@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_sp.regular_file import open_regular
+from opensora_sp.common.files import open_regular
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from opensora_sp.json_reader import read_small_file
+from opensora_sp.common.files import read_small_file
 
 from .dataset import CorruptSample
 from .limits import DEFAULT_LIMITS, Limits

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
-from opensora_sp.rank_groups import RankGroup
-from opensora_sp.transfer import copied_ahead, map_tensors
+from opensora_sp.common.tensors import copied_ahead, map_tensors
+from opensora_sp.parallel.rank_groups import RankGroup
 
 from .cache_files import DamagedRecordError
 from .sampler import MicroBatch, RankBatches, ReadRequest

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from opensora_sp.randomness import generator
-from opensora_sp.rank_groups import RankGroup
+from opensora_sp.parallel.rank_groups import RankGroup
 
 from .dataset import ClipShape, Sample
+from .randomness import generator
 
 
 class MicroBatch(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opensora_sp.rank_groups import RankGroup, group_sizes
+from opensora_sp.parallel.rank_groups import RankGroup, group_sizes
 
 from .sampler import BatchPlan, MicroBatch, ReadRequest
 

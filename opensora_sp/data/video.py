@@ -22,7 +22,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from opensora_sp.regular_file import open_regular
+from opensora_sp.common.files import open_regular
 
 from .atomic import atomic_write
 from .limits import DEFAULT_LIMITS, Budget, Limits

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opensora_sp.components import nearest
+from opensora_sp.common.importing import nearest
 
 NOISY = "_noisy"
 KINDS = (

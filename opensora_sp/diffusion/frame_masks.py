@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_sp.components import nearest
+from opensora_sp.common.importing import nearest
 
 STRATEGIES = (
     *("identity", "random", "interpolate"),

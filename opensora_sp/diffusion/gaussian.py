@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 MAX_BETA = 0.999
 HALF_BIN = 1 / 255  # of the 256 grey levels in [-1, 1]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
 from .loss import Positions

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 LossWeight: TypeAlias = Literal["sample", "micro_batch"]
 

@@ -4,7 +4,7 @@ built.
 
 from typing import Any
 
-from opensora_sp.components import component_class
+from opensora_sp.common.importing import component_class
 
 from .base import LatentEncoder, Piece, TextEncoder, decoded_pieces, independent_pieces
 from .huggingface import ImageVAE

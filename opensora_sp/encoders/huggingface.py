@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora_sp.dtypes import DTYPES
+from opensora_sp.common.tensors import DTYPES
 
 from .base import check_latent_frames
 from .loading import (

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.dtypes import DTYPES
+from opensora_sp.common.tensors import DTYPES
 
 from .base import check_latent_frames, independent_pieces
 from .huggingface import SD_VAE, FrameAutoencoder, current_name, spatial_factor

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opensora_sp.dtypes import DTYPES
+from opensora_sp.common.tensors import DTYPES
 
 from .base import chunks
 from .latent_statistics import STATISTICS

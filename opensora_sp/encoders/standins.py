@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 
 class PatchPoolVAE(nn.Module):

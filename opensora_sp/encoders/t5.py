@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.console import RANK_LOCAL
-from opensora_sp.dtypes import DTYPES
-from opensora_sp.extras import check_extra
-from opensora_sp.transfer import to_device
+from opensora_sp.common.console import RANK_LOCAL
+from opensora_sp.common.importing import check_extra
+from opensora_sp.common.tensors import DTYPES, to_device
 
 from .loading import (
     Dtype,

@@ -21,6 +21,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.paths import newest_checkpoint
+from opensora_sp.common.files import read_json
 from opensora_sp.config import (
     TrainConfig,
     check_launch,
@@ -32,11 +33,11 @@ from opensora_sp.data.buckets import Buckets, batch_sizes_of
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.same_clips import agree_on_clips, by_name
-from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
-from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.process_group import join_processes
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.run import (
     found_at,
     load_model,

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.conditions import size_conditions
+from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.diffusion import ConditioningFrames, DiffusionProcess, Noised
-from opensora_sp.transfer import to_device
+from opensora_sp.diffusion.size_conditions import size_conditions
 
 from .draws import Draws
 from .sharded import Features

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.geometry import latent_size
 from opensora_sp.data import (
@@ -21,7 +22,6 @@ from opensora_sp.data import (
     VideoTextDataset,
 )
 from opensora_sp.data.buckets import Buckets
-from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel import Options

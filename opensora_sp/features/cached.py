@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import BatchPlan, CachedClip, CachedFeatures, ClipShape, Manifest, MicroBatch
 from opensora_sp.data.cache_files import Key, shape_name
 from opensora_sp.encoders import Piece
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.models.extra_inputs import resolved_axes
-from opensora_sp.transfer import to_device
 
 from .sharded import MAX_SUBSTITUTES
 

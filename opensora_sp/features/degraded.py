@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_sp.common.tensors import to_device
 from opensora_sp.data import Clip, ClipShape, scale
 from opensora_sp.data.degradation import Degradation
+from opensora_sp.data.randomness import generator
 from opensora_sp.encoders import Piece
-from opensora_sp.randomness import generator
-from opensora_sp.transfer import to_device
 
 from .sources import Encoders
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import MicroBatch
+from opensora_sp.data.randomness import generator, normal, uniform
 from opensora_sp.diffusion import DrawnCondition, draw_condition, draw_frame_mask
-from opensora_sp.randomness import generator, normal, uniform
 
 Key = tuple[int, ...]
 """The counters of a clip's draws; the last one is its id."""

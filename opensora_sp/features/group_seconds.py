@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import MicroBatch
-from opensora_sp.rank_groups import RankGroup
+from opensora_sp.parallel.rank_groups import RankGroup
 
 from .build import Work
 

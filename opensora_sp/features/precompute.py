@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from opensora_sp.checkpoint import Disk
+from opensora_sp.common.console import RANK_LOCAL
 from opensora_sp.config import TrainConfig
-from opensora_sp.console import RANK_LOCAL
 from opensora_sp.data import (
     BatchPlan,
     Clip,
@@ -49,9 +49,11 @@ from opensora_sp.data.cache_files import (
 )
 from opensora_sp.data.file_state import FileState
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime import Watchdog, backend_timeout, init_worker, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.process_group import join_processes
+from opensora_sp.runtime.processes import init_worker
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
 from .build import make_dataset, make_encoders, make_plan, micro_batches_of_step, with_length
 from .cached import check_made_of, clips_used, made_of

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from opensora_sp.common.tensors import to_device
 from opensora_sp.data import (
     BatchPlan,
     ClipShape,
@@ -42,8 +43,7 @@ from opensora_sp.data import (
 from opensora_sp.parallel import SequenceMesh, held_rows
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.layout import plan_delivery
-from opensora_sp.rank_groups import RankGroup
-from opensora_sp.transfer import to_device
+from opensora_sp.parallel.rank_groups import RankGroup
 
 from .corrupt_samples import CorruptSamples
 from .exchange import Assignment, Payload, Portion, agreed_rates, distribute_pieces

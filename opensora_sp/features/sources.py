@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from opensora_sp.common.tensors import to_device
 from opensora_sp.data import Clip, ClipShape, scale
 from opensora_sp.encoders import Piece, independent_pieces
-from opensora_sp.transfer import to_device
 
 
 class Source(Protocol):

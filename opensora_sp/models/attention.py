@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from opensora_sp.dynamo import uncompiled
+from opensora_sp.common.graphs import uncompiled
 
 from . import varlen
 from .attention_table import (

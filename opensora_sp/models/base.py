@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 from .attention import choose_backends
 from .blocks import ModulatedBlock

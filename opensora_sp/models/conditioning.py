@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 from . import kernels
 from .packing import Packing

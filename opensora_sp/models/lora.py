@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from opensora_sp.components import nearest
-from opensora_sp.patterns import chosen, matches
+from opensora_sp.common.importing import nearest
+
+from .name_patterns import chosen, matches
 
 # All linear layers of all blocks: self-attention, cross-attention and MLP.
 DEFAULT_TARGETS = ("*blocks.*",)

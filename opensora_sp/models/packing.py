@@ -16,7 +16,7 @@ from itertools import accumulate, chain, pairwise, repeat
 import torch
 from torch import Tensor
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 TILE = 128  # queries and keys that a block of threads works on at a time
 PIECE = 1024  # queries of a sample that a piece has at most

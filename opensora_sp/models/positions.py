@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 from .functions import rotate
 from .token_layout import Rows

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from opensora_sp.contexts import Once, Pair, together
+from opensora_sp.common.graphs import Once, Pair, together
 
 from .offload import input_on_host
 

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from opensora_sp.components import component_class
+from opensora_sp.common.importing import component_class
 
 from .base import ConditionedModel
 from .stdit import STDiT

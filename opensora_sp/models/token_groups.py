@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 from .packing import Packing
 

@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from opensora_sp.dynamo import uncompiled
-from opensora_sp.transfer import to_device
+from opensora_sp.common.graphs import uncompiled
+from opensora_sp.common.tensors import to_device
 
 from .attention import Backends
 from .take import take

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.contexts import Context, Once, Pair
-from opensora_sp.dynamo import uncompiled
+from opensora_sp.common.graphs import Context, Once, Pair, uncompiled
 
 from .debug.comm_counter import record
 from .debug.comm_timing import communicating

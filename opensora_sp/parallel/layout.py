@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from opensora_sp.transfer import to_device
+from opensora_sp.common.tensors import to_device
 
 from .typed import Decorated
 

@@ -11,15 +11,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from opensora_sp.backends import host_backend
-from opensora_sp.rank_groups import (
-    RankGroup,
-    fixed_groups,
-    group_sizes,
-    nested_groups,
-)
-
 from .numerics import accumulate_in_fp32
+from .rank_groups import RankGroup, fixed_groups, group_sizes, nested_groups
 
 AUTO: Literal["auto"] = "auto"
 SequenceSize: TypeAlias = int | Literal["auto"]
@@ -61,9 +54,9 @@ class SequenceMesh:
     With a number as ``sp_size`` these are ``dp_size`` replicas of ``sp_size`` ranks each. Ranks
     with equal ``sp_rank`` (``dp_group``) hold different batches.
 
-    With ``"auto"`` they are a nested family (``opensora_sp.rank_groups.nested_groups``): from the
-    whole world down to single ranks. Then ``dp_size`` is 1, ``dp_group`` None, and each micro-batch
-    runs in ``using(group)``, where the group is one that this rank is a member of. All ranks must
+    With ``"auto"`` they are a nested family (``rank_groups.nested_groups``): from the whole world
+    down to single ranks. Then ``dp_size`` is 1, ``dp_group`` None, and each micro-batch runs in
+    ``using(group)``, where the group is one that this rank is a member of. All ranks must
     enter their groups from the largest to the smallest between two collectives of the world.
 
     ``sp_size``, ``sp_rank``, ``sp_group``, ``host_group`` and ``spans_nodes`` are those of the
@@ -287,3 +280,15 @@ def _group_of(ranks: RankGroup, world: int, backend: str | None = None) -> Any:
 def _needs_twin(group: dist.ProcessGroup | None) -> bool:
     """Whether the tensors of the host need a process group beside this one."""
     return group is not None and "gloo" not in dist.get_backend_config(group)
+
+
+def host_backend() -> str:
+    """The default group's backend for tensors on the CPU, or gloo.
+
+    A group initialised with "nccl" has none for the CPU, one with "cpu:gloo,cuda:nccl" has gloo.
+    """
+    for pair in dist.get_backend_config().split(","):
+        device, _, backend = pair.partition(":")
+        if device == "cpu":
+            return backend
+    return "gloo"

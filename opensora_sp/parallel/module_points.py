@@ -26,7 +26,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora_sp.contexts import Context
+from opensora_sp.common.graphs import Context
 
 from .collectives import Received
 from .shard_plan import find_modules

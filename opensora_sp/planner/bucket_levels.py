@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.resolutions import SIZES
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.rank_groups import group_sizes, nested_groups
-from opensora_sp.resolutions import SIZES
+from opensora_sp.parallel.rank_groups import group_sizes, nested_groups
 
 from .batches import BatchSpec, batches_by_name
 from .run_estimator import RunEstimator

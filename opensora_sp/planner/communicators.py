@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opensora_sp.rank_groups import RankGroup, groups_with, nested_groups
+from opensora_sp.parallel.rank_groups import RankGroup, groups_with, nested_groups
 
 GPUS_OF_NODE = 8
 """GPUs of a node whose size is not known."""

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
-from opensora_sp.memory import LivePeak
 from opensora_sp.models.attention import PROCESSORS
+
+from .live_peak import LivePeak
 
 aten = torch.ops.aten
 BLOCK = 512

@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig
 from opensora_sp.config.components import SCHEDULERS, build_component, split_type
 from opensora_sp.data.transforms import quantized
 from opensora_sp.diffusion import predictions_per_step
-from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, decoded_pieces
 from opensora_sp.encoders.loading import FrozenEncoder, weight_bytes
-from opensora_sp.memory import LivePeak
 
 from .batches import BatchSpec
 from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
+from .live_peak import LivePeak
 from .memory import MemoryPeak
 
 aten = torch.ops.aten

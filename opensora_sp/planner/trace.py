@@ -13,7 +13,6 @@ from torch import Tensor
 
 from opensora_sp.config.sections import Lora
 from opensora_sp.diffusion import rank_loss, velocity_loss
-from opensora_sp.memory import LivePeak
 from opensora_sp.models.extra_inputs import extra_shapes
 from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora, targets_of_any_block
@@ -21,6 +20,7 @@ from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
 from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
+from .live_peak import LivePeak
 
 DEPTH = 2  # pairs of blocks traced; each further one adds as much as the second
 

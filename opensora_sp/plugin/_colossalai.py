@@ -16,7 +16,7 @@ from types import ModuleType
 
 import peft  # noqa: F401  it asks whether bitsandbytes is there, and must not find the empty one
 
-from opensora_sp.extras import check_colossalai
+from opensora_sp.common.importing import check_colossalai
 
 check_colossalai()
 

@@ -37,7 +37,7 @@ from opensora_sp.checkpoint import (
 from opensora_sp.checkpoint.folder import to_json
 from opensora_sp.checkpoint.shard_index import ShardIndex, is_index
 from opensora_sp.checkpoint.tensor_file import is_safetensors
-from opensora_sp.json_reader import parse_json, read_json
+from opensora_sp.common.files import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
 from .optimizer import SequenceZeroOptimizer

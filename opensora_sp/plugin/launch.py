@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.runtime import join_rendezvous, start_process_group
+from opensora_sp.runtime.process_group import start_process_group
+from opensora_sp.runtime.rendezvous import join_rendezvous
 
 from ._colossalai import get_accelerator, get_dist_logger, set_seed
 from .accelerator import use_cpu_if_nothing_else

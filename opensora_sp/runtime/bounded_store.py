@@ -21,7 +21,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from opensora_sp import console
+from opensora_sp.common import console
 
 SLICE = 1.0  # seconds
 CONNECT_MARGIN = 2.0  # seconds beyond the timeout of torch, which then reports the reason itself

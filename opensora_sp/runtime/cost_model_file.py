@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opensora_sp.json_reader import read_json
+from opensora_sp.common.files import read_json
 from opensora_sp.parallel.cost_model import PRESETS, CostModel, preset_of
 
 MAX_BYTES = 1 << 16

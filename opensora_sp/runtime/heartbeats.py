@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from opensora_sp.json_reader import parse_json
-from opensora_sp.polling import wait_until
+from opensora_sp.common.error_file import wait_until
+from opensora_sp.common.files import parse_json
 
 from .bounded_store import BoundedStore
 from .host_checks import rendezvous_address

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.console import log_to_terminal
-from opensora_sp.launchers import set_parent_death_signal
+from opensora_sp.common.console import log_to_terminal
+
+from .launchers import set_parent_death_signal
 
 HOST = "127.0.0.1"
 INTERVAL = 0.2  # seconds between two looks at whether to cancel

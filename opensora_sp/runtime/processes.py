@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from opensora_sp.launchers import is_alive as is_alive
-from opensora_sp.launchers import launchers as launchers
-from opensora_sp.launchers import set_parent_death_signal
+from .launchers import is_alive as is_alive
+from .launchers import launchers as launchers
+from .launchers import set_parent_death_signal
 
 
 def init_worker(worker: int = 0) -> None:

@@ -19,10 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from opensora_sp.error_file import write_error_file
-from opensora_sp.json_reader import parse_json
-from opensora_sp.polling import wait_until
-from opensora_sp.regular_file import open_regular
+from opensora_sp.common.error_file import wait_until, write_error_file
+from opensora_sp.common.files import open_regular, parse_json
 
 from .processes import exiting_after, machine_id
 

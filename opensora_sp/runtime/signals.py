@@ -2,7 +2,7 @@
 
 SIGUSR1 is what SLURM is often asked to send before the end of a job's time. While these signals are
 handled, the exit of a launcher is a request to stop as well, which the watchdog makes. The kernel
-does not kill the process then (see ``opensora_sp.launchers``), but lets it continue if it was
+does not kill the process then (see ``launchers``), but lets it continue if it was
 stopped.
 """
 
@@ -15,8 +15,9 @@ import threading
 import time
 from typing import Any
 
-from opensora_sp.console import INTERRUPTED
-from opensora_sp.launchers import is_request_to_stop, set_parent_death_signal
+from opensora_sp.common.console import INTERRUPTED
+
+from .launchers import is_request_to_stop, set_parent_death_signal
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.

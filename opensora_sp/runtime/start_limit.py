@@ -17,8 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opensora_sp.error_file import write_error_file
-from opensora_sp.polling import wait_until
+from opensora_sp.common.error_file import wait_until, write_error_file
 
 from .bounded_store import BoundedStore
 from .processes import exiting_after

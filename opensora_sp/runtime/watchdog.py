@@ -41,9 +41,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from opensora_sp.console import INTERRUPTED
-from opensora_sp.error_file import write_error_file
-from opensora_sp.polling import wait_until
+from opensora_sp.common.console import INTERRUPTED
+from opensora_sp.common.error_file import wait_until, write_error_file
 
 from .collective_recorder import CollectiveRecorder
 from .collective_timeout import CollectiveTimeout

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from opensora_sp.common.console import add_allow_pickle, config_arguments
 from opensora_sp.config import InferenceConfig, load_inference_config
-from opensora_sp.console import add_allow_pickle, config_arguments
 
 from .prompts import read_prompts
 

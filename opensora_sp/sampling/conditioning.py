@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opensora_sp.common.files import parse_json
 from opensora_sp.diffusion import ConditioningFrames
-from opensora_sp.json_reader import parse_json
 
 
 @dataclass(frozen=True)

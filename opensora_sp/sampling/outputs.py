@@ -23,8 +23,8 @@ from PIL import Image
 
 from opensora_sp.checkpoint import Adapters, weight_files
 from opensora_sp.checkpoint.filesystem import sha256
+from opensora_sp.common.files import read_json
 from opensora_sp.config import InferenceConfig
-from opensora_sp.json_reader import read_json
 
 from .contact_sheet import shown_frames, write_contact_sheet
 from .lettering import drawable

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.conditions import size_conditions
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
 from opensora_sp.diffusion import ConditioningFrames, EditStep, predictions_per_step, unguided
+from opensora_sp.diffusion.size_conditions import size_conditions
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
 from opensora_sp.models.compile import reporting_compilation

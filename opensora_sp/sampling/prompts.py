@@ -11,9 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from opensora_sp.common.files import or_shipped, read_small_file
 from opensora_sp.config import PromptOptions, explain
-from opensora_sp.json_reader import read_small_file
-from opensora_sp.shipped import or_shipped
 
 # Windows editors begin UTF-8 with a byte order mark, which is not part of the first prompt.
 ENCODING = "utf-8-sig"

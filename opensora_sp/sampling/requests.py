@@ -17,13 +17,13 @@ from torch import Tensor
 from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
 from opensora_sp.data.captions import score_words, with_sentences
+from opensora_sp.data.randomness import normal
 from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import (
     planned_decoded_frames,
     planned_latent_size,
     planned_whole_frames,
 )
-from opensora_sp.randomness import normal
 
 from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
 from .extra_inputs import extra_inputs, first_frames

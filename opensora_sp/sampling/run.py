@@ -28,12 +28,12 @@ from opensora_sp.checkpoint import (
     verify,
 )
 from opensora_sp.checkpoint.adapters import warn_of_other_base
+from opensora_sp.common.console import LOGGER, RANK_LOCAL
+from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
 from opensora_sp.config.unused import unused_settings
-from opensora_sp.console import LOGGER, RANK_LOCAL
 from opensora_sp.data.atomic import check_writable
 from opensora_sp.device_verification import choose_attention, choose_kernels
-from opensora_sp.dtypes import DTYPES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks
@@ -44,12 +44,10 @@ from opensora_sp.parallel import (
     parallelize,
 )
 from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
-from opensora_sp.runtime import (
-    Watchdog,
-    raise_on_all_ranks,
-)
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.process_group import join_processes
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.watchdog import Watchdog
 
 from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests

@@ -23,9 +23,10 @@ from opensora_sp.checkpoint.paths import weight_files
 from opensora_sp.config import InferenceConfig
 from opensora_sp.data import to_frames
 from opensora_sp.parallel import SequenceMesh, closing_process_group
-from opensora_sp.runtime import Watchdog, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.process_group import join_processes
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.watchdog import Watchdog
 
 from .outputs import fingerprint, with_digests
 from .pipeline import Pipeline

@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from opensora_sp.json_reader import read_json
+from opensora_sp.common.files import read_json
 
 from . import views
 from .folders import Folders

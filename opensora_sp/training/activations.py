@@ -16,10 +16,10 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.kernels import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.bucket_levels import BucketLevels, levels_for, plan_bucket
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.rank_groups import group_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import on_rank_0
+from opensora_sp.common.files import read_json
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import CachedFeatures
 from opensora_sp.data.buckets import Buckets, batch_sizes_of
@@ -27,12 +28,11 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.cached import check_clips
-from opensora_sp.json_reader import read_json
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.batches import with_batch_sizes_in
 from opensora_sp.planner.fit import Fit, fit
-from opensora_sp.runtime import check_shared_memory
 from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.host_checks import check_shared_memory
 
 from .activations import free_memory
 

@@ -12,7 +12,7 @@ from opensora_sp.data import Assigned, MicroBatch, ScheduledBatches, snake_order
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.data.schedule import Seconds
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.rank_groups import RankGroup
+from opensora_sp.parallel.rank_groups import RankGroup
 
 logger = logging.getLogger(__name__)
 NODES = (

@@ -44,7 +44,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import ADAPTER_WEIGHTS, name_on_disk
 from opensora_sp.checkpoint.folder import FORMAT, to_json
-from opensora_sp.json_reader import read_json
+from opensora_sp.common.files import read_json
 from opensora_sp.models.base import ConditionedModel
 
 from .ema import ShardedEma

@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
+from opensora_sp.common.files import read_json
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import Manifest
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
-from opensora_sp.json_reader import read_json
-from opensora_sp.launchers import launchers
+from opensora_sp.runtime.launchers import launchers
 
 from .batch_sizes import recorded
 from .metrics import format_time, read_lines

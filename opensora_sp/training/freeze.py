@@ -9,7 +9,7 @@ from torch import nn
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.lora import add_lora
-from opensora_sp.patterns import chosen, matches
+from opensora_sp.models.name_patterns import chosen, matches
 
 
 def choose_trained(model: nn.Module, cfg: TrainConfig) -> None:

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_sp.common.tensors import to_device
 from opensora_sp.features.batch import Batch
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer, SequenceMesh
 from opensora_sp.planner.flops import ModelFlops
-from opensora_sp.transfer import to_device
 
 # Peak TFLOP/s of dense bf16 and fp16 matrix products, from the data sheets of NVIDIA and AMD
 # (without sparsity), by a pattern in the device's name. The first match counts.

@@ -23,9 +23,9 @@ import numpy as np
 
 from opensora_sp.checkpoint import FileSystem
 from opensora_sp.checkpoint.paths import LOG
+from opensora_sp.common.console import LOGGER, add_log_handler
+from opensora_sp.common.files import parse_json, read_json
 from opensora_sp.config import TrainConfig
-from opensora_sp.console import LOGGER, add_log_handler
-from opensora_sp.json_reader import parse_json, read_json
 
 from .bucket_shares import describe_shares
 from .stall import StallMonitor

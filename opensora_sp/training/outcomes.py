@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opensora_sp.transfer import ToHost
+from opensora_sp.common.tensors import ToHost
 
 
 @dataclass(frozen=True)

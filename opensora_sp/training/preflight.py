@@ -16,6 +16,7 @@ from opensora_sp.checkpoint import (
     open_weights,
 )
 from opensora_sp.checkpoint.paths import checkpoint_step, had_checkpoints
+from opensora_sp.common.files import read_json
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import CachedFeatures
 from opensora_sp.data.atomic import check_writable
@@ -31,8 +32,7 @@ from opensora_sp.features.build import (
 )
 from opensora_sp.features.cached import check_cache, check_clips
 from opensora_sp.features.same_clips import OF_CLIPS, by_name, changes
-from opensora_sp.json_reader import read_json
-from opensora_sp.runtime import check_shared_memory
+from opensora_sp.runtime.host_checks import check_shared_memory
 
 from .batch_sizes import provisional, recorded
 from .freeze import check_trained

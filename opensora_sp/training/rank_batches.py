@@ -20,10 +20,10 @@ from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.rank_groups import group_sizes
 
 from .activations import estimator_of
 

@@ -30,7 +30,7 @@ from opensora_sp.checkpoint.folder import reading
 from opensora_sp.checkpoint.hub import describe_missing
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 from opensora_sp.checkpoint.writer import all_finite
-from opensora_sp.json_reader import read_json
+from opensora_sp.common.files import read_json
 
 logger = logging.getLogger(__name__)
 

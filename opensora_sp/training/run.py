@@ -12,16 +12,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import on_rank_0
+from opensora_sp.common.console import exit_interrupted
+from opensora_sp.common.importing import check_colossalai
 from opensora_sp.config import TrainConfig, dump_config
-from opensora_sp.console import exit_interrupted
-from opensora_sp.determinism import use_deterministic_kernels
-from opensora_sp.extras import check_colossalai
 from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime import RunLock, Watchdog, backend_timeout, raise_on_all_ranks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.run_lock import RunLock
+from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
+from .determinism import use_deterministic_kernels
 from .ending import nothing_left
 from .metrics import log_to
 from .preflight import check_resume, compared_clips, preflight

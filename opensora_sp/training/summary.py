@@ -16,6 +16,7 @@ from opensora_sp.config.unused import unused_settings
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.parallel.strategies import (
     SwitchRows,
     chunk_costs,
@@ -23,7 +24,6 @@ from opensora_sp.parallel.strategies import (
     strategy_for,
     with_chunks,
 )
-from opensora_sp.rank_groups import group_sizes
 
 if TYPE_CHECKING:
     from .trainer import Trainer

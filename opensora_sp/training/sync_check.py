@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.rank_groups import RankGroup, groups_with
+from opensora_sp.parallel.rank_groups import RankGroup, groups_with
 
 from .digest import digest
 

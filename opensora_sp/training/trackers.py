@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from opensora_sp.checkpoint import FileSystem
+from opensora_sp.common.importing import check_extra, is_installed
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import Limits, read_frames
-from opensora_sp.extras import check_extra, is_installed
 
 Level = Literal["INFO", "WARN", "ERROR"]
 # Of W&B, unless WANDB_PROJECT names another.

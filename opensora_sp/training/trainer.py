@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
+from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
 from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss, samples_of_mean
-from opensora_sp.dtypes import DTYPES
 from opensora_sp.features.batch import Batch, BatchMaker
 from opensora_sp.features.build import (
     TrainingSet,
@@ -34,7 +34,8 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks, reporting_compilation
 from opensora_sp.parallel import CommLedger
 from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
-from opensora_sp.runtime import Watchdog, init_worker
+from opensora_sp.runtime.processes import init_worker
+from opensora_sp.runtime.watchdog import Watchdog
 
 from .activations import ActivationBudget
 from .batch_sizes import with_chosen_batch_sizes

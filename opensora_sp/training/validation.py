@@ -31,7 +31,7 @@ from opensora_sp.evaluation.heldout import HeldoutLoss, none_readable
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.degraded import DegradedClips
 from opensora_sp.features.sources import Encoders, Source
-from opensora_sp.rank_groups import within_nodes
+from opensora_sp.parallel.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 from opensora_sp.sampling.run import write_batch
@@ -40,7 +40,7 @@ from .ema import ShardedEma
 
 if TYPE_CHECKING:
     from opensora_sp.checkpoint import NamedShards
-    from opensora_sp.runtime import Watchdog
+    from opensora_sp.runtime.watchdog import Watchdog
 
     from .metrics import Reporter
     from .trainer import Trainer

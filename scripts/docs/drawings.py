@@ -13,7 +13,7 @@ from pathlib import Path
 from opensora_sp.data import Assigned, ClipShape, MicroBatch, busy_seconds
 from opensora_sp.data.schedule import schedule
 from opensora_sp.parallel.layout import balanced_range, balanced_sizes
-from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
+from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, nested_groups
 
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
 RANKS = ("#4263eb", "#f08c00", "#0ca678", "#ae3ec9")

@@ -21,10 +21,10 @@ from pydantic.fields import FieldInfo
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.config.sections import SequenceParallel
+from opensora_sp.data.resolutions import FRAMES, SIZES
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.models.registry import CLASSES, PRESETS
 from opensora_sp.parallel.strategies import registered_strategies
-from opensora_sp.resolutions import FRAMES, SIZES
 
 INTRODUCTION = """\
 # Config reference

@@ -26,7 +26,7 @@ from ranks import run_ranks
 from runs import write_training
 
 from campaigns.case import Case, with_sample
-from opensora_sp.runtime import Watchdog
+from opensora_sp.runtime.watchdog import Watchdog
 
 pytestmark = [
     pytest.mark.campaign(bar="right rank and place named within the timeout + 5 s", size=120),

@@ -27,7 +27,7 @@ from worlds import in_worlds
 from campaigns.case import Case, with_sample
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, Sample, VideoTextDataset, dataset
-from opensora_sp.randomness import generator, normal
+from opensora_sp.data.randomness import generator, normal
 
 pytestmark = pytest.mark.campaign(
     bar="no sample twice, none omitted, the same random numbers", size=126

@@ -17,6 +17,7 @@ import torch
 from cuda_stub import phase, requires_stub, run_on_stub
 from stream_checker import StreamChecker
 
+from opensora_sp.common.tensors import copied_ahead, map_tensors
 from opensora_sp.data import (
     Clip,
     ClipShape,
@@ -27,7 +28,6 @@ from opensora_sp.data import (
     StepLoader,
 )
 from opensora_sp.features.draws import DrawConfig
-from opensora_sp.transfer import copied_ahead, map_tensors
 
 pytestmark = requires_stub
 

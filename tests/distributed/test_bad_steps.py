@@ -24,7 +24,7 @@ from runs import write_training
 
 from opensora_sp.checkpoint import FileSystem, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.runtime import Watchdog
+from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.training.metrics import read_metrics
 
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from opensora_sp.encoders import PatchPoolVAE
-from opensora_sp.memory import LivePeak
 from opensora_sp.parallel import SequenceMesh
+from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.sampling.decoding import Unit, collected, decode, turns
 
 SIZE = (10, 13)

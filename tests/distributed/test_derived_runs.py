@@ -31,7 +31,7 @@ from opensora_sp.planner.flops import ModelFlops
 from opensora_sp.planner.run_estimator import BatchSpec, RunEstimator
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import check_requests, requests_of
-from opensora_sp.verification import small_batch, small_model, small_shape
+from opensora_sp.training.sp_verification import small_batch, small_model, small_shape
 
 STREET_OPTIONS = "map_channels=2, box_size=4,"
 

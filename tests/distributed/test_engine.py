@@ -12,10 +12,10 @@ from parity_cases import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from ranks import run_ranks
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, collectives, parallelize, unwrap
 from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
+from opensora_sp.planner.live_peak import LivePeak
 
 pytestmark = pytest.mark.core
 

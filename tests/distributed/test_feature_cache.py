@@ -31,7 +31,7 @@ from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.features.cached import check_made_of
 from opensora_sp.features.precompute import check_reproducible
 from opensora_sp.features.sources import Encoders
-from opensora_sp.runtime import Watchdog
+from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.training.preflight import preflight
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]

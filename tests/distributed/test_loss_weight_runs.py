@@ -10,7 +10,7 @@ from ranks import run_ranks
 from runs import losses
 from world_runs import train_in_worlds
 
-from opensora_sp.json_reader import read_json
+from opensora_sp.common.files import read_json
 from opensora_sp.training.metrics import read_metrics
 
 STEPS = 3

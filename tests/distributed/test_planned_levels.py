@@ -13,11 +13,11 @@ from ranks import run_ranks
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.resolutions import SIZES
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.trace import Activations
-from opensora_sp.resolutions import SIZES
 from opensora_sp.training import activations
 
 

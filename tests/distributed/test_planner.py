@@ -17,7 +17,6 @@ from runs import batch_of, features_of
 from opensora_sp.cli import main
 from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
-from opensora_sp.memory import LivePeak
 from opensora_sp.models import build_model
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import resolve_config
@@ -32,6 +31,7 @@ from opensora_sp.planner.checkpointing import budget_of, memory_for
 from opensora_sp.planner.cuda_memory import WORKSPACES
 from opensora_sp.planner.fit import fit
 from opensora_sp.planner.flops import blocks_work
+from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.planner.memory import GradientBucket, LocalGradients, ModelSizes, Zero
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.trace import trace_activations

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from opensora_sp.memory import LivePeak
 from opensora_sp.models import STDiT3
 from opensora_sp.parallel import (
     CommLedger,
@@ -29,6 +28,7 @@ from opensora_sp.parallel import (
     unwrap,
 )
 from opensora_sp.parallel.shard_plan import plan_of
+from opensora_sp.planner.live_peak import LivePeak
 
 pytestmark = pytest.mark.core
 DOCUMENT = Path(__file__).parents[2] / "docs/custom_model.md"

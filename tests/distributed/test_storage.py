@@ -34,7 +34,7 @@ from opensora_sp.checkpoint import (
     verify,
 )
 from opensora_sp.checkpoint.folder import _commit_text, to_json
-from opensora_sp.memory import LivePeak
+from opensora_sp.planner.live_peak import LivePeak
 
 
 class Recorder(FileSystem):

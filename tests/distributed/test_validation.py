@@ -22,12 +22,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, scale
+from opensora_sp.data.randomness import normal, uniform
 from opensora_sp.diffusion import Noised
 from opensora_sp.evaluation.heldout import HeldoutLoss
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.randomness import normal, uniform
 from opensora_sp.training import trainer, validation
 from opensora_sp.training.metrics import read_lines, read_metrics
 from opensora_sp.training.preflight import preflight

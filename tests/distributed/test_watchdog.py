@@ -21,7 +21,8 @@ from polling import wait_until
 from ranks import run_ranks, run_together
 
 from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.runtime import Watchdog, heartbeats
+from opensora_sp.runtime import heartbeats
+from opensora_sp.runtime.watchdog import Watchdog
 
 pytestmark = pytest.mark.core  # the watchdog reads what torch does not guarantee
 

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.parallel.collectives import all_to_all
-from opensora_sp.runtime import Watchdog, backend_timeout
 from opensora_sp.runtime.collective_recorder import COLLECTIVES, CollectiveRecorder
+from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
 RANKS, LATE = 3, 1
 TIMEOUT = 3.0
@@ -134,7 +134,7 @@ def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks() -> None:
         ), lines
 
         missing = (
-            r"missing: rank 1, which has called \d+ and is at .*polling.py:\d+ \(wait_until\)$"
+            r"missing: rank 1, which has called \d+ and is at .*error_file.py:\d+ \(wait_until\)$"
         )
         assert re.search(missing, lines[0]), lines
 

@@ -27,10 +27,10 @@ from toy_judge import Seen, judge
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.data import Manifest, is_held_out, scale, to_frames, toy_clip
+from opensora_sp.data.randomness import normal
 from opensora_sp.data.toy import COLOURS, toy_captions
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.encoders import PatchDCTVAE
-from opensora_sp.randomness import normal
 
 FLOW = RectifiedFlow()
 CLIPS = held_out_clips(16)

@@ -20,15 +20,10 @@ from runs import BIN, ROOT, TRAIN, write_toy_set
 
 from opensora_sp.config import load_train_config
 from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.runtime import (
-    Launch,
-    check_machine,
-    check_shared_memory,
-    host_checks,
-    join_rendezvous,
-    raise_on_all_ranks,
-    rendezvous,
-)
+from opensora_sp.runtime import host_checks, rendezvous
+from opensora_sp.runtime.environment import Launch
+from opensora_sp.runtime.host_checks import check_machine, check_shared_memory
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks
 from opensora_sp.training.preflight import preflight
 
 PLACE = {

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from runs import ROOT, TRAIN, run, write_toy_set
 
-from opensora_sp import cli, error_file
+from opensora_sp import cli
+from opensora_sp.common.console import report_errors
+from opensora_sp.common.error_file import write_error_file
 from opensora_sp.config import load_inference_config, load_train_config
-from opensora_sp.console import report_errors
 from opensora_sp.data import Manifest
-from opensora_sp.error_file import write_error_file
+from opensora_sp.runtime import error_file
 from opensora_sp.training.ending import advice_for_long_steps, conclude, write_sampling_config
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')

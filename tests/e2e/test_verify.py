@@ -12,7 +12,7 @@ from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.parallel import Verdict
 from opensora_sp.parallel.strategies import SwitchRows
-from opensora_sp.verification import config_strategy, small_shape
+from opensora_sp.training.sp_verification import config_strategy, small_shape
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo/train.py"
@@ -70,7 +70,7 @@ def test_a_difference_is_reported_with_the_exit_status(
 ) -> None:
     wrong = Verdict(output=1e-12, gradients={"a": 1e-12, "b": 0.5}, all_zero=("c",), tolerance=1e-8)
     monkeypatch.setattr(
-        "opensora_sp.verification.verify_config",
+        "opensora_sp.training.sp_verification.verify_config",
         lambda *_, **__: ((1, 2, 3, 4), SwitchRows, wrong),
     )
 

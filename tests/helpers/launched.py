@@ -129,7 +129,7 @@ def _rank(rank: int, log: Path, environment: dict[str, str], work: bytes) -> Non
     if enter is not None:
         os.environ.update(enter(rank))
 
-    from opensora_sp.console import log_to_terminal, report_errors
+    from opensora_sp.common.console import log_to_terminal, report_errors
 
     log_to_terminal()
     with report_errors():

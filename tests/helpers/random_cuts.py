@@ -13,7 +13,7 @@ from parity_cases import FULL, Case, make_inputs
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.rank_groups import RankGroup
+from opensora_sp.parallel.rank_groups import RankGroup
 
 BASE = replace(FULL, mask=False, x_mask=True)
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from polling import wait_until
 from ranks import HOST, warm_context
 
-from opensora_sp.launchers import RUN_ID, end_with_launchers
 from opensora_sp.parallel import closing_process_group
+from opensora_sp.runtime.launchers import RUN_ID, end_with_launchers
 
 
 class WarmJob:

@@ -95,7 +95,7 @@ def test_a_process_ends_although_an_answer_comes_while_it_does(end: str, status:
     """Such a thread would abort it. The script's exit status stays, and what was logged."""
     code = f"""
 import sys, time
-from opensora_sp.console import report_errors
+from opensora_sp.common.console import report_errors
 from opensora_sp.runtime import bounded_store
 bounded_store.SLICE = 0.05
 class Server:

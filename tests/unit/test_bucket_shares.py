@@ -11,7 +11,7 @@ import pytest
 
 from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReplicaBatches, ScheduledBatches
 from opensora_sp.data.schedule import schedule
-from opensora_sp.rank_groups import RankGroup, fixed_groups, nested_groups
+from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, nested_groups
 from opensora_sp.training.bucket_shares import BucketShares, describe_shares
 
 SHAPE = ClipShape(1, 8, 8)

@@ -11,8 +11,8 @@ import pytest
 import opensora_sp
 from opensora_sp.cli import COMMANDS, main
 from opensora_sp.cli.fitted import check_out
+from opensora_sp.common.files import SHIPPED, or_shipped
 from opensora_sp.config import load_train_config
-from opensora_sp.shipped import SHIPPED, or_shipped
 from opensora_sp.training.preflight import preflight
 
 USUAL_PATH = ["init", "index", "precompute", "train", "sample", "eval"]

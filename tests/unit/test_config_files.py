@@ -15,6 +15,7 @@ import pytest
 from runs import ROOT, TRAIN
 
 from opensora_sp.cli import main
+from opensora_sp.common.console import config_arguments
 from opensora_sp.config import (
     InferenceConfig,
     TrainConfig,
@@ -30,7 +31,6 @@ from opensora_sp.config.sections import (
     SequenceParallel,
     Validation,
 )
-from opensora_sp.console import config_arguments
 
 TOO_SMALL = (
     "image_size = (4, 4)\nvae = dict(_delete_=True, type='VideoAutoencoderKL', from_pretrained='x')"

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from opensora_sp.data import Clip, ClipShape, scale
 from opensora_sp.data.degradation import Degradation
+from opensora_sp.data.randomness import generator
 from opensora_sp.diffusion import Noised, RectifiedFlow
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.degraded import DegradedClips
 from opensora_sp.features.sources import Encoders
-from opensora_sp.randomness import generator
 from opensora_sp.training.validation import encoders_of_validation
 
 CPU = torch.device("cpu")

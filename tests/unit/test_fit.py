@@ -13,6 +13,7 @@ from opensora_sp.cli.fitted import parse_memory
 from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
+from opensora_sp.parallel.rank_groups import nested_groups
 from opensora_sp.planner import buckets_of
 from opensora_sp.planner.batches import BatchSpec, batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
@@ -28,7 +29,6 @@ from opensora_sp.planner.fit import (
     fit,
 )
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.rank_groups import nested_groups
 from opensora_sp.training import batch_sizes, rank_batches
 
 SMALL = """

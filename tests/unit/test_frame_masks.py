@@ -15,11 +15,11 @@ from runs import batch_of, features_of
 
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip
+from opensora_sp.data.randomness import generator
 from opensora_sp.diffusion import check_mask_ratios, draw_frame_mask, frame_mask
 from opensora_sp.diffusion.frame_masks import STRATEGIES
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.sources import Encoders
-from opensora_sp.randomness import generator
 
 pytestmark = pytest.mark.core
 REFERENCE = json.loads((GOLDEN / "data" / "training_masks_v12.json").read_text())

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from exits import recorded_exits
 from polling import wait_until
 
-from opensora_sp.runtime import Watchdog, start_limit, watchdog
+from opensora_sp.runtime import start_limit, watchdog
 from opensora_sp.runtime.collective_recorder import Collective
 from opensora_sp.runtime.collective_timeout import CollectiveTimeout
 from opensora_sp.runtime.heartbeats import Heartbeat
 from opensora_sp.runtime.start_limit import StartLimit
+from opensora_sp.runtime.watchdog import Watchdog
 
 TIMEOUT = 12  # seconds of collective_timeout, and heartbeats of a rank in that time
 RANKS = 3

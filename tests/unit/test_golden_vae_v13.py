@@ -37,8 +37,8 @@ from opensora_sp.encoders.space_time_vae import (
     tile_convolutions,
 )
 from opensora_sp.encoders.video_vae import CausalConv3d
-from opensora_sp.memory import LivePeak
 from opensora_sp.parallel import SequenceMesh
+from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.sampling.conditioning import parse_prompt
 from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.requests import Request, check_requests, latent_frames

@@ -16,16 +16,13 @@ BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch", "einops"},
 }
+# Modules of the package that need torch only.
 SHARED = (
-    "backends",
+    "common.graphs",
+    "common.importing",
+    "common.tensors",
     "compile_cache",
-    "components",
-    "contexts",
-    "dynamo",
-    "patterns",
-    "rank_groups",
-    "transfer",
-)  # modules of the package that need torch only
+)
 WHEN_CALLED = {
     "base.py": "opensora_sp.checkpoint",  # methods of models that read and write them
     "adapted_linear.py": "peft.tuners.lora",  # a module that add_lora imports

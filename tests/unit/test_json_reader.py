@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 import opensora_sp
 from opensora_sp.checkpoint import from_pretrained, open_weights, saved_config
 from opensora_sp.checkpoint.shard_index import ShardIndex
+from opensora_sp.common.files import MAX_BYTES, MAX_DEPTH, parse_json, read_json
 from opensora_sp.data import Manifest
 from opensora_sp.data.cache_files import Shard, read_index
-from opensora_sp.json_reader import MAX_BYTES, MAX_DEPTH, parse_json, read_json
 from opensora_sp.sampling.conditioning import parse_prompt
 from opensora_sp.training.metrics import read_lines
 
@@ -147,4 +147,4 @@ def test_no_module_parses_json_by_itself() -> None:
     # Values are made JSON-like by writing and reading them again.
     own = re.compile(r"json\.loads?\((?!json\.dumps)")
     found = [path.name for path in package.rglob("*.py") if own.search(path.read_text())]
-    assert found == ["json_reader.py"]
+    assert found == ["files.py"]

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from polling import wait_until
 
-from opensora_sp import launchers
-from opensora_sp.launchers import is_alive
+from opensora_sp.runtime import launchers
+from opensora_sp.runtime.launchers import is_alive
 
 ROOT = Path(__file__).parents[2]
 # Starts a program as torchrun does, or as ``colossalai run`` starts its copy, and waits for it.
@@ -28,7 +28,7 @@ subprocess.Popen(sys.argv[2:], start_new_session=True).wait()
 """
 SCRIPT = """
 import ctypes, os, signal, sys, time
-from opensora_sp import launchers
+from opensora_sp.runtime import launchers
 launchers.INTERVAL = launchers.EXIT_TIMEOUT = 0.2
 
 launchers.end_with_launchers()
@@ -39,10 +39,8 @@ os.rename("pid.part", "pid")
 WAIT = "time.sleep(60)"
 # C code that keeps Python's lock.
 KEEP_LOCK = "ctypes.PyDLL(None).sleep(60)"
-# The handler by itself: its package imports torch.
-HANDLE_SIGTERM = f"""
-from importlib.machinery import SourceFileLoader
-signals = SourceFileLoader("signals", "{ROOT}/opensora_sp/runtime/signals.py").load_module()
+HANDLE_SIGTERM = """
+from opensora_sp.runtime import signals
 handler = signals.SignalHandler()
 handler.install()
 open("handles", "w").close()
@@ -244,7 +242,8 @@ def test_a_rank_in_a_pid_namespace_of_its_own(proc: str) -> None:
         pytest.skip("no user namespaces")
 
     program = (
-        "from opensora_sp.launchers import launchers; print([p and p.pid for p in launchers()])"
+        "from opensora_sp.runtime import launchers\n"
+        "print([p and p.pid for p in launchers.launchers()])"
     )
     found = subprocess.run(
         [*enter, sys.executable, "-c", program],

@@ -22,6 +22,7 @@ from PIL import Image
 from runs import ROOT
 
 from opensora_sp.checkpoint.folder import resolve_inside
+from opensora_sp.common.files import parse_json
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import (
     Clip,
@@ -40,7 +41,6 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.index import check_captions
 from opensora_sp.data.video import probe
-from opensora_sp.json_reader import parse_json
 from opensora_sp.sampling import parse, prompts, read_prompts
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.sampling.run import preflight

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from opensora_sp.memory import LivePeak
+from opensora_sp.planner.live_peak import LivePeak
 
 N = 1000
 ROW = 4 * N  # bytes of N float32

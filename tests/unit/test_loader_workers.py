@@ -19,8 +19,8 @@ from polling import wait_until
 from torch.utils.data import Dataset
 
 from opensora_sp.data import StepLoader
-from opensora_sp.launchers import is_alive
-from opensora_sp.runtime import init_worker
+from opensora_sp.runtime.launchers import is_alive
+from opensora_sp.runtime.processes import init_worker
 
 FORK = multiprocessing.get_context("fork")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opensora_sp.memory import LivePeak
 from opensora_sp.models import Attend, PatchGrid, build_model, token_layout
 from opensora_sp.models.token_groups import VideoMask
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.strategies import SwitchRows
+from opensora_sp.planner.live_peak import LivePeak
 
 pytestmark = pytest.mark.core
 PATCH = (1, 2, 2)

@@ -17,10 +17,10 @@ from opensora_sp.cli.cut import ScheduledSteps, schedule_steps
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import make_dataset, make_plan, micro_batches_of_step
+from opensora_sp.parallel.rank_groups import nested_groups
 from opensora_sp.planner import plan
 from opensora_sp.planner.communicators import communicators, gpus_of_node
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.rank_groups import nested_groups
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opensora_sp.rank_groups import (
+from opensora_sp.parallel.rank_groups import (
     RankGroup,
     check_degrees,
     fixed_groups,

@@ -22,6 +22,7 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader
 
 from opensora_sp.cli import main
+from opensora_sp.common.files import open_regular
 from opensora_sp.data import (
     Clip,
     ClipShape,
@@ -40,7 +41,6 @@ from opensora_sp.data import (
     write_manifest,
     write_video,
 )
-from opensora_sp.regular_file import open_regular
 
 WRITTEN = {  # format, codec, pixels and frames of a file
     "a.gif": ("gif", "gif", "rgb8", 3),

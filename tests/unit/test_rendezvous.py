@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from opensora_sp.runtime import Launch, bounded_store, rendezvous
+from opensora_sp.runtime import bounded_store, rendezvous
+from opensora_sp.runtime.environment import Launch
 from opensora_sp.runtime.versions import device_kind, versions
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opensora_sp.resolutions import (
+from opensora_sp.data.resolutions import (
     ASPECT_RATIOS,
     FRAMES,
     SIZES,

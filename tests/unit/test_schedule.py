@@ -16,7 +16,7 @@ from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReadRequest,
 from opensora_sp.data.schedule import Assigned, ScheduledBatches, busy_seconds, schedule
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.cost_model import H100, H200
-from opensora_sp.rank_groups import RankGroup, fixed_groups, groups_with, nested_groups
+from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, groups_with, nested_groups
 from opensora_sp.training.rank_batches import schedule_state, warn_of_other_schedule
 
 NODE = 8

@@ -39,9 +39,9 @@ from opensora_sp.data import read_video
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.parallel import SequenceMesh, closing_process_group
-from opensora_sp.runtime import Watchdog
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.runtime.process_group import join_processes
+from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling import session
 from opensora_sp.sampling.session import Session, serve
 from opensora_sp.studio import UPLOADS, views
@@ -595,7 +595,7 @@ def test_what_cannot_be_served_is_an_error_of_three_parts(
 def test_without_gradio_the_studio_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("opensora_sp.extras.is_installed", lambda module: False)
+    monkeypatch.setattr("opensora_sp.common.importing.is_installed", lambda module: False)
     with pytest.raises(SystemExit):
         main(["studio"])
     error = capsys.readouterr().err

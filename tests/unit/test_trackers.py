@@ -20,10 +20,10 @@ from PIL import Image
 from polling import wait_until
 
 from opensora_sp.cli import main
+from opensora_sp.common.importing import check_extra
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import Limits, toy_clip, write_video
 from opensora_sp.encoders.t5 import check_cleaning
-from opensora_sp.extras import check_extra
 from opensora_sp.sampling.run import preflight as sampling_preflight
 from opensora_sp.training import metrics, stall
 from opensora_sp.training.metrics import Reporter

@@ -11,8 +11,8 @@ import pytest
 from hidden import environment_without
 from runs import TRAIN
 
-from opensora_sp import extras
-from opensora_sp.extras import PackageError, check_colossalai
+from opensora_sp.common import importing as extras
+from opensora_sp.common.importing import PackageError, check_colossalai
 
 INSTALL = "pip install --no-deps colossalai==0.5.0 && pip install 'opensora-sp[colossalai-runtime]'"
 # An empty manifest: it is not read.

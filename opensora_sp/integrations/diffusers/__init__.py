@@ -1,6 +1,6 @@
 """A pipeline and a scheduler for diffusers, which is imported with this package and not before."""
 
-from opensora_sp.extras import check_diffusers
+from opensora_sp.common.importing import check_diffusers
 
 # ruff: noqa: E402  an older version would fail in the imports
 check_diffusers()

@@ -23,10 +23,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from opensora_sp.checkpoint import from_pretrained
-from opensora_sp.components import nearest
+from opensora_sp.common.importing import nearest
+from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, explain
 from opensora_sp.diffusion import RectifiedFlow
-from opensora_sp.dtypes import DTYPES
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from opensora_sp.components import nearest
+from opensora_sp.common.importing import nearest
 
 ADAPTERS = "adapters are merged when it is loaded: from_pretrained(..., lora=['PATH:SCALE'])"
 FEATURES = (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from opensora_sp.dynamo import uncompiled
+from opensora_sp.common.graphs import uncompiled
 
 from ..batch_shape import BatchShape
 from ..layout import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, Popen, TimeoutExpired
 from typing import Any
 
-from opensora_sp.json_reader import parse_json
+from opensora_sp.common.files import parse_json
 from opensora_sp.runtime.environment import Launch
 
 from .host_report import Check, Report, examine

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from opensora_sp.extras import check_colossalai
+from opensora_sp.common.importing import check_colossalai
 from opensora_sp.runtime.host_checks import (
     check_architectures,
     check_devices,

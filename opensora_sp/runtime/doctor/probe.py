@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.console import report_errors
+from opensora_sp.common.console import report_errors
 from opensora_sp.parallel import closing_process_group
 from opensora_sp.runtime.environment import Launch
 from opensora_sp.runtime.host_checks import use_device

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.dynamo import uncompiled
+from opensora_sp.common.graphs import uncompiled
 
 Function = Callable[..., Any]
 

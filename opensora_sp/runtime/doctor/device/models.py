@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.verification import fill_zero_parameters, small_batch
+from opensora_sp.training.sp_verification import fill_zero_parameters, small_batch
 
 from .findings import Finding, Setup, largest_of, relative_error, relative_errors
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from opensora_sp.extras import PackageError, check_colossalai
+from opensora_sp.common.error_file import wait_until
+from opensora_sp.common.importing import PackageError, check_colossalai
 from opensora_sp.parallel import (
     SequenceMesh,
     parallelize,
@@ -21,7 +22,6 @@ from opensora_sp.parallel import (
     unwrap,
     verify_step,
 )
-from opensora_sp.polling import wait_until
 from opensora_sp.runtime.doctor.probe import measure
 from opensora_sp.runtime.host_checks import use_device
 

@@ -1,10 +1,12 @@
-"""Contexts of gradient checkpointing, as ``torch.utils.checkpoint`` takes them."""
+"""Contexts of gradient checkpointing, and functions outside of compiled graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
 
 Context: TypeAlias = AbstractContextManager[Any]
 Pair: TypeAlias = tuple[Context, Context]
@@ -55,3 +57,11 @@ def together(makers: Sequence[Callable[[], Pair]]) -> Pair:
     """The pairs of several functions as one."""
     forward, recomputation = zip(*(maker() for maker in makers), strict=True)
     return Together(forward), Together(recomputation)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """``torch.compiler.disable``, with types: the function runs between graphs."""
+    return cast(Function, torch.compiler.disable(function))

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from .config import TrainConfig
-from .encoders import planned_latent_size
-from .models.extra_inputs import extra_shapes
-from .models.lora import add_lora, targets_of_any_block
-from .parallel import (
+from opensora_sp.config import TrainConfig
+from opensora_sp.encoders import planned_latent_size
+from opensora_sp.models.extra_inputs import extra_shapes
+from opensora_sp.models.lora import add_lora, targets_of_any_block
+from opensora_sp.parallel import (
     Options,
     SequenceMesh,
     Verdict,
@@ -24,10 +24,10 @@ from .parallel import (
     shutdown_process_group,
     verify_step,
 )
-from .parallel.batch_shape import BatchShape
-from .parallel.cost_model import H100
-from .parallel.strategies import Strategy, strategy_for
-from .runtime.cost_model_file import cost_model_of
+from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.cost_model import H100
+from opensora_sp.parallel.strategies import Strategy, strategy_for
+from opensora_sp.runtime.cost_model_file import cost_model_of
 
 LatentShape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
 

@@ -1,4 +1,4 @@
-"""Copies between host and device that do not synchronize."""
+"""Dtypes of precisions in configs, and host-device copies that do not synchronize."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
 
 T = TypeVar("T")
 

@@ -1,19 +1,47 @@
-"""The one reader of JSON, and of other small files that someone else may have written.
+"""Bounded reading of small files that someone else may have written, and shipped files.
 
-Sizes and nesting are bounded before anything is parsed. A list of empty lists takes 20 times its
-bytes in memory, and what is nested too deeply ends in a RecursionError: in the parser, or later
-where it is compared, copied or written again.
+Sizes and nesting of JSON are bounded before anything is parsed: a list of empty lists takes 20
+times its bytes in memory, and JSON that is nested too deeply ends in a RecursionError, in the
+parser or later where it is compared, copied or written again. Only regular files are opened,
+without waiting. A path under ``configs/`` works in every folder: where there is no such file, the
+file of the package is taken (``opensora_sp/configs`` is a link in the repository, and a folder in
+a wheel).
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from .regular_file import open_regular
+
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """Like ``open(path, mode, **options)`` to read, for regular files only.
+
+    A plain ``open`` of a named pipe waits until another process opens it to write.
+
+    Raises:
+        OSError: if the file cannot be opened, or is a named pipe, a device, a socket or a folder.
+    """
+    return open(path, mode, opener=_open_regular, **options)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    # Of what was opened, not of the path: that may name something else by now.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "a named pipe, a device or a folder, not a file", path)
+
+    os.set_blocking(descriptor, True)
+    return descriptor
+
 
 MAX_BYTES = 64 << 20
 """Largest JSON file; a feature cache's index may be larger."""
@@ -108,3 +136,27 @@ def _is_deep(text: str) -> bool:
         if depth > MAX_DEPTH:
             return True
     return False
+
+
+logger = logging.getLogger(__name__)
+FOLDER = "configs"
+SHIPPED = Path(__file__).parent.parent / FOLDER
+
+
+def or_shipped(path: str | Path) -> Path:
+    """A path as it is if it exists, else that of the package's file of this name if there is one.
+
+    Logs which file is taken from the package.
+    """
+    path = Path(path)
+    shipped = SHIPPED.joinpath(*path.parts[1:])
+    if path.exists() or path.parts[:1] != (FOLDER,) or not shipped.is_file():
+        return path
+
+    logger.info("%s is not in this folder; taken from the package: %s", path, shipped)
+    return shipped
+
+
+def shipped_name(path: Path) -> str:
+    """``configs/...``, under which ``or_shipped`` finds a file of the package."""
+    return f"{FOLDER}/{path.relative_to(SHIPPED).as_posix()}"

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-
-from .polling import wait_until
 
 EXIT_TIMEOUT = 20.0  # seconds that a rank waits for the first failing rank of its host to exit
 
@@ -106,3 +105,14 @@ def _is_running(pid: str) -> bool:
         return bool(psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE)
     except (psutil.Error, ValueError):
         return False
+
+
+def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 0.05) -> bool:
+    """Poll until a condition holds, every
+    ``interval`` seconds, for ``timeout`` seconds at most; return True if it does."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval)
+    return True

@@ -1,0 +1,1 @@
+"""What several packages share: console, files, names, tensors, graphs, randomness."""
