@@ -129,8 +129,9 @@ lint-workflows:
 scan: $(VENV)/.installed
 	$(BIN)/python scripts/scan_dependencies.py
 
+# Without --quiet, which hides from --strict what it would fail on.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site: build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site"
 
 $(VENV)/.docs: $(VENV)/.installed
