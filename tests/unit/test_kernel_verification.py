@@ -14,8 +14,8 @@ import torch
 from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
+from opensora_sp import compile_cache
 from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
-from opensora_sp.models import compile_cache
 from opensora_sp.models import kernels as kernels_package
 from opensora_sp.models.kernels import selection, using_kernels, verification
 from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names

@@ -39,10 +39,8 @@ os.rename("pid.part", "pid")
 WAIT = "time.sleep(60)"
 # C code that keeps Python's lock.
 KEEP_LOCK = "ctypes.PyDLL(None).sleep(60)"
-# The handler by itself: its package imports torch.
-HANDLE_SIGTERM = f"""
-from importlib.machinery import SourceFileLoader
-signals = SourceFileLoader("signals", "{ROOT}/opensora_sp/runtime/signals.py").load_module()
+HANDLE_SIGTERM = """
+from opensora_sp.runtime import signals
 handler = signals.SignalHandler()
 handler.install()
 open("handles", "w").close()
