@@ -41,7 +41,7 @@ class HeldoutLoss:
     of the bins is the loss that training would have on these clips.
 
     Args:
-        model: what is called with noised latents, such as a boosted model.
+        model: called with noised latents, such as a boosted model.
         module: the bare model, parallelized over ``mesh``.
         dataset: the clips.
         batches: adds noise.
@@ -79,7 +79,7 @@ class HeldoutLoss:
         """The mean over the clips that all ranks can read, cut to ``shape``. Collective.
 
         Args:
-            clips: those of this rank's current group; the groups measure clips of their own.
+            clips: of this rank's current group; each group measures others.
         """
         # The losses of each seed and bin, and the number of clips.
         sums = torch.zeros(len(seeds) * bins + 1, device=self.device)
@@ -95,7 +95,7 @@ class HeldoutLoss:
         return MeanLosses(means, round(sums[-1].item()))
 
     def _readable(self, chosen: Sequence[int], shape: ClipShape) -> tuple[list[int], Features]:
-        """Those of some clips that can be read, and their features. Collective in the group."""
+        """The readable ones of some clips, and their features. Collective in the group."""
         ids = list(chosen)
         while True:
             features = self.encoder.filled(float("nan"), len(ids), shape)

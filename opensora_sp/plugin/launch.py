@@ -1,9 +1,10 @@
-"""Join the processes that ``torchrun`` or ``colossalai run`` started."""
+"""Join the processes that ``torchrun`` or ``colossalai run`` started, on CUDA or on CPU."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +14,13 @@ import torch.distributed as dist
 from opensora_sp.runtime.process_group import start_process_group
 from opensora_sp.runtime.rendezvous import join_rendezvous
 
-from ._colossalai import get_accelerator, get_dist_logger, set_seed
-from .accelerator import use_cpu_if_nothing_else
+from ._colossalai import (
+    CpuAccelerator,
+    get_accelerator,
+    get_dist_logger,
+    set_accelerator,
+    set_seed,
+)
 
 
 def launch(
@@ -39,15 +45,15 @@ def launch(
     if dist.is_initialized():
         return
 
-    # Stores must live until the process group holds them. The first: started by plain python.
-    own = None if "WORLD_SIZE" in os.environ else _become_a_world_of_one()
+    # Stores must live until the process group holds them. Without a launcher, one is made here.
+    local_store = None if "WORLD_SIZE" in os.environ else _become_a_world_of_one()
     store = join_rendezvous(settings)
     accelerator = get_accelerator()
     if accelerator.support_set_device:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     start_process_group(store, accelerator.communication_backend, current_device(), timeout)
     set_seed(seed)
-    del own, store
+    del local_store, store
 
 
 def _become_a_world_of_one() -> dist.Store:
@@ -71,3 +77,33 @@ def current_device() -> torch.device:
     """The torch device that ColossalAI computes on in this process."""
     device: torch.device = get_accelerator().get_current_device()
     return device
+
+
+class GlooCpuAccelerator(CpuAccelerator):
+    """A CPU accelerator whose stream calls do nothing; ColossalAI's raises, and ZeRO makes them."""
+
+    def _no_stream(self, *args: Any, **kwargs: Any) -> None:
+        """A CPU has one stream, which is always current and never ahead of the host."""
+
+    Stream = current_stream = default_stream = set_stream = _no_stream
+    synchronize = empty_cache = _no_stream
+
+    def stream(self, stream_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+
+def use_cpu_if_nothing_else() -> None:
+    """Install the CPU accelerator if ColossalAI found no device and none was chosen."""
+    if type(get_accelerator()) is CpuAccelerator:
+        set_accelerator(GlooCpuAccelerator())

@@ -146,13 +146,13 @@ def fill_zero_parameters(model: nn.Module, *, std: float) -> None:
             parameter.normal_(std=std)
 
 
-def small_batch(model: Any, shape: LatentShape, num_frames: int | None = None) -> dict[str, Any]:
+def small_batch(model: Any, latents: LatentShape, num_frames: int | None = None) -> dict[str, Any]:
     """Inputs drawn for ``forward``.
 
     Args:
-        num_frames: of the video, for models with an input of each; by default those of the latents.
+        num_frames: of the video, for models with an input of each; by default those of latents.
     """
-    num_samples, frames, height, width = shape
+    num_samples, frames, height, width = latents
     config, double = model.config, torch.float64
     generator = torch.Generator().manual_seed(0)
 
@@ -176,5 +176,5 @@ def small_batch(model: Any, shape: LatentShape, num_frames: int | None = None) -
         inputs[name] = torch.full((num_samples,), sides[name], dtype=double)
     size = frames, height, width
     shapes = extra_shapes(model.extra_inputs, config, num_frames or frames, size)
-    inputs |= {name: normal(num_samples, *one) for name, one in shapes.items()}
+    inputs |= {name: normal(num_samples, *shape) for name, shape in shapes.items()}
     return inputs

@@ -149,8 +149,7 @@ def described(
     )
     module = SimpleNamespace(config=model, dtype=SimpleNamespace(itemsize=2))
     parallel = Options(**options)
-    trainer: Any = SimpleNamespace(cfg=cfg, mesh=mesh, module=module, options=parallel)
-    return describe_exchanges(trainer)
+    return describe_exchanges(cfg, mesh, module, parallel)  # type: ignore[arg-type]
 
 
 def test_one_line_each_says_what_was_chosen_and_by_which_figures():

@@ -15,7 +15,7 @@ from runs import TRAIN
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.data import Entry, Manifest, write_manifest
 from opensora_sp.features.build import make_dataset, make_plan, order_state
-from opensora_sp.training import ending
+from opensora_sp.training import summary
 from opensora_sp.training.preflight import check_resume, preflight
 
 ENTRIES = [Entry(Path(f"{i}.mp4"), f"clip {i}", 9 + i, 64, 48) for i in range(6)]
@@ -164,6 +164,6 @@ def test_accepting_new_data_takes_a_run_to_resume(
 
     # A checkpoint of the run has the new clips, so the next start need not accept them again.
     command = ["torchrun", "scripts/train.py", "c.py", "--resume", "x", "--accept-new-data"]
-    monkeypatch.setattr(ending, "_command_of_launcher", lambda: command)
+    monkeypatch.setattr(summary, "_command_of_launcher", lambda: command)
     resumed = f"cd {shlex.quote(os.getcwd())} && torchrun scripts/train.py c.py --resume auto"
-    assert ending.command_to_resume() == resumed
+    assert summary.command_to_resume() == resumed
