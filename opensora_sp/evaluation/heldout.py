@@ -87,6 +87,7 @@ class HeldoutLoss:
             ids, features = self._readable(clips[start : start + batch_size], shape)
             if ids:
                 sums[:-1] += self._losses(ids, features, bins, seeds).flatten()
+                # Each rank of the group counts its part of a clip.
                 sums[-1] += len(ids) / self.mesh.sp_size
 
         dist.all_reduce(sums)
@@ -103,6 +104,7 @@ class HeldoutLoss:
                 return ids, features
             batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
             items = [self.dataset[sample] for sample in self.encoder.samples(batch)]
+            # A rank knows of the clips that it reads, and the group has to agree.
             corrupt = self.encoder.encode_readable(features, ids, range(len(ids)), items)
             if not corrupt:
                 return ids, features
@@ -112,6 +114,7 @@ class HeldoutLoss:
         self, ids: list[int], features: Features, bins: int, seeds: Sequence[int]
     ) -> Tensor:
         """This rank's part of the sum of the clips' losses, ``[S, K]``."""
+        # Captions are embedded once for all seeds and bins.
         text = self.module.encode_text(features.y, features.mask)
         sums = []
         for seed in seeds:

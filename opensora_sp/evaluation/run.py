@@ -96,6 +96,7 @@ def evaluate(settings: Settings) -> Evaluation:
     device = join_processes(compared, alone=True)
 
     with closing_process_group(), Watchdog(grace_time=0):
+        # Ranks that read other files would compute losses of other clips.
         agree_on_clips(by_name(dataset.fingerprint, "--manifest"))
         evaluation = _evaluate(settings, cfg, sources, dataset, buckets, device)
         drain_process_group()
@@ -124,6 +125,7 @@ def preflight(
     # From here on, by the files of today: a run may save newer ones meanwhile.
     lora = resolved_sources(cfg, sources.lora, ema=settings.use_ema)
     sources = replace(sources, weights=str(weights), lora=lora)
+    # Before encoders and the model are loaded, which takes minutes.
     if saved_config(weights) is not None:
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
@@ -246,6 +248,7 @@ def _buckets(
     config = _keeping_all(cfg.bucket_config, recorded)
     buckets = []
     for entry in Buckets.of(config).entries:
+        # One bucket at a time: a clip counts in each bucket that it fits.
         alone = {entry.resolution: {entry.num_frames: (1.0, entry.batch_size)}}
         members = _plan(cfg, dataset, alone).epoch(0).members
         clips = {shape: ids.tolist() for shape, ids in members.items()}
@@ -321,6 +324,7 @@ def _evaluate(
             measured.append(bucket_loss)
             logger.info("%s: %d clips, loss %s", bucket.name, bucket_loss.clips, bucket_loss.loss)
 
+    # A table of nothing but empty buckets would pass as a result.
     if not measured:
         shapes = [bucket.name for bucket in buckets if bucket.clips]
         raise none_readable("--manifest", dataset, ", ".join(shapes), loss.corrupt.last)

@@ -107,6 +107,7 @@ class TrainingState:
             ValueError: if names, shapes or groups of parameters belong to another model.
         """
         state: dict[str, Any] = read_json(folder / "state.json")
+        # All names are checked before anything is loaded, so an error leaves the model as it was.
         moments = open_weights(folder / "optimizer.safetensors")
         self.shards.check_state(moments, state["parameter_groups"])
         weights, ema_weights = self._opened(folder / "model"), self._opened(folder / "ema")
@@ -175,6 +176,7 @@ class Checkpoints:
         final = self.run_dir / checkpoint_name(values["step"])
         folder = CheckpointFolder(final, files, **(self._keep if rotate else {}))
         job = SaveJob(folder, tensors.files())
+        # The last good checkpoint is worth more than a newer one that cannot be resumed.
         self._check_finite(job, values["step"])
         self._saver.save(job, in_background=self.in_background)
         return final
@@ -218,5 +220,6 @@ class Checkpoints:
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Copies of frozen parameters and buffers; training casts the model's own to its precision."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    # Copies, since the cast to bf16 would round them in place.
     tensors = model.state_dict().items()
     return {name: tensor.clone() for name, tensor in tensors if name not in trained}

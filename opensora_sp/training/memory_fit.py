@@ -110,6 +110,7 @@ def with_chosen_batch_sizes(
         return recorded(cfg, checkpoint)
 
     memory = free_memory(device, reserved)
+    # On one rank: the fit takes seconds, and all ranks need the same sizes.
     chosen: list[dict[str, int]] = [{}]
     with on_rank_0("choosing batch sizes") as is_rank_0:
         if is_rank_0:
@@ -216,6 +217,7 @@ class ActivationBudget:
             return
         ranks = self.mesh.sp_size
         if ranks in self._unverified:
+            # Whole activations are kept in addition, so everything is recomputed this once.
             self._unverified.remove(ranks)
             self.module.set_grad_checkpoint(True)
             return
@@ -227,6 +229,7 @@ class ActivationBudget:
         began, mesh = time.perf_counter(), self.mesh
         by_rank: list[list[BucketLevels]] = [[] for _ in range(mesh.world_size)]
         for name in names[mesh.rank :: mesh.world_size]:
+            # Tracing takes seconds for each bucket, so ranks share the buckets.
             by_rank[mesh.rank] += plan_bucket(
                 self._run, name, degrees_of_bucket(self.cfg, mesh, name)
             )

@@ -139,6 +139,7 @@ class Meter:
             "peak_memory_gb": [num_bytes / 1e9 for num_bytes in memory],
         }
 
+        # A median, since a step with a compilation or a slow read says nothing of the rest.
         insort(self._step_times, seconds / steps)
         metrics = {
             "step_time": seconds / steps,
@@ -161,6 +162,7 @@ def text_tokens(lengths: Sequence[int], drop: Tensor | None, null_caption: int) 
         drop: bool ``[B]`` on the CPU, True for samples that get the null caption of
             ``null_caption`` tokens instead.
     """
+    # An empty caption is one token, since attention needs a key.
     tokens = torch.tensor(lengths).clamp(min=1)
     if drop is not None:
         tokens = torch.where(drop, null_caption, tokens)

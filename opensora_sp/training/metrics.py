@@ -95,14 +95,7 @@ class Reporter:
         self._trackers: dict[str, Tracker] = {}
         self._open_trackers(cfg, start, session)
         # disable=None: no bar unless this is a terminal.
-        bar = tqdm(
-            total=self.stop,
-            initial=start,
-            desc="train",
-            unit="step",
-            dynamic_ncols=True,
-            disable=None,
-        )
+        bar = tqdm(total=self.stop, initial=start, desc="train", unit="step", disable=None)
         self._bar = self._closing.enter_context(bar)
         self._closing.enter_context(logging_redirect_tqdm([LOGGER]))
 
@@ -122,6 +115,7 @@ class Reporter:
         if cfg.wandb:
             openers["W&B"] = lambda: WandbTracker(self.run_dir, hyperparameters)
 
+        # Each on its own: one that fails does not keep the others from opening.
         for name, opened in openers.items():
             with self.outputs.of(name):
                 tracker = opened()
@@ -205,6 +199,7 @@ class Reporter:
                 # Nothing here may delay the other ranks, which learn of the error after it. So W&B
                 # is not closed either: it closes itself at exit.
                 text = f"{type(error).__name__}: {error}"
+                # A tracker may wait for a server that does not answer.
                 alert = threading.Thread(
                     target=self._alert, args=("failed", text, "ERROR"), daemon=True
                 )
@@ -323,6 +318,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     whole = []
     for line in lines:
+        # A process may be killed while it writes a line.
         with suppress(ValueError):
             if line.endswith("\n"):
                 whole.append(parse_json(line, f"a line of {path}"))
@@ -377,6 +373,7 @@ class LogFile(logging.FileHandler):
 
 def log_to(run_dir: Path, *, enabled: bool) -> None:
     """Log to ``train.log`` and the terminal; other ranks show only what concerns them alone."""
+    # Root handlers of libraries would print each line twice.
     LOGGER.propagate = False
     LOGGER.handlers.clear()
     handlers: list[logging.Handler] = [logging.StreamHandler()]

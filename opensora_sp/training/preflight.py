@@ -63,6 +63,7 @@ def preflight(
             "or leave --accept-new-data out"
         )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # What reads no file comes first: its errors cost no time.
     check_launch(cfg, world_size)
     check_trained(cfg)
     check_optimizer(cfg)
@@ -71,6 +72,7 @@ def preflight(
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
+    # Batch sizes that are left out are chosen by the memory that encoders leave.
     cfg = provisional(cfg, checkpoint)
     per_step = micro_batches_of_step(cfg, {}, world_size)
     plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
@@ -95,6 +97,7 @@ def preflight(
         check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         spec = cfg.model_spec
         check_model_config(checkpoint / "model", spec.model_class.__name__, spec.config)
+    # A resumed run has its weights in the checkpoint, but adapters need their base.
     if cfg.load is not None and (checkpoint is None or cfg.lora is not None):
         check_initial_weights(cfg)
     if traced is not None:
@@ -213,5 +216,6 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     options: dict[str, Any] = dict(convert=cfg.convert, of_base=cfg.lora is None)
     if weights.config is not None:
         check_model_config(weights.path, spec.model_class.__name__, spec.config, **options)
+    # Names and shapes are enough.
     with torch.device("meta"):
         fitted(weights, spec.build(), **options)

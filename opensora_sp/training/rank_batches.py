@@ -100,6 +100,7 @@ def _least_ranks(
         else:
             least[name if cfg.bucket_config is not None else ""] = ranks
 
+    # All buckets at once, so that one start shows everything to change.
     if lacking:
         raise ValueError(
             f"got {run.memory / 1e9:.2f} GB of a device, into which no batch of these fits: "

@@ -104,6 +104,7 @@ def find_good(run_dir: Path, *, thorough: bool = True) -> Search:
         thorough: read all of a checkpoint; otherwise see ``verify``.
     """
     search = Search()
+    # An older checkpoint costs steps, so the newest that is good is taken.
     for candidate in reversed(committed_checkpoints(run_dir)):
         try:
             verify(candidate, thorough=thorough)
@@ -127,10 +128,12 @@ def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | N
     Raises:
         ValueError: if ranks see different checkpoints, or none is good; for "none", if one is.
     """
+    # Each rank has looked by itself, and file systems may lag behind each other.
     agree_on(checkpoint)
     chosen: list[Path | None] = [checkpoint]
     with on_rank_0("checking a checkpoint") as is_rank_0:
         if is_rank_0 and resume == "auto":
+            # Reading all files takes long, so rank 0 does it for all.
             chosen = [_choose_good(run_dir)]
         elif is_rank_0 and resume == "none":
             _set_all_aside(run_dir)
@@ -164,6 +167,7 @@ def _set_all_aside(run_dir: Path) -> None:
 
     for folder in all_checkpoints(run_dir):
         logger.warning("%s is set aside as %s", folder, set_aside(folder, "previous").name)
+    # It would be a trace of checkpoints that can no longer be resumed.
     (run_dir / "latest").unlink(missing_ok=True)
 
 

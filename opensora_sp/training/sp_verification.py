@@ -56,6 +56,7 @@ def verify_config(
     results = mp.get_context("spawn").SimpleQueue()
     shape = small_shape(cfg, ranks, max_tokens)
     with TemporaryDirectory() as folder:
+        # A file, since a port may be taken meanwhile.
         store = f"file://{folder}/store"
         mp.spawn(_verify_on, (ranks, store, cfg, depth, shape, results), nprocs=ranks)
     return shape, config_strategy(cfg, ranks, shape), results.get()
@@ -70,6 +71,7 @@ def _verify_on(
     shape: LatentShape,
     results: Any,
 ) -> None:
+    # More threads than cores make each rank slower.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
 
@@ -130,6 +132,7 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
     fill_zero_parameters(model, std=0.02)
     if cfg.lora is not None:
         with torch.device("meta"):
+            # The small model may lack blocks that the config names.
             targets = targets_of_any_block(spec.build(), cfg.lora.targets)
         add_lora(model, rank=cfg.lora.rank, alpha=cfg.lora.alpha, targets=targets)
         fill_zero_parameters(model, std=0.02)

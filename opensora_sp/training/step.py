@@ -57,6 +57,7 @@ class TrainingStep:
             watch: its ranks may be asked to stop, which every rank learns from the result.
         """
         mesh = self.encoder.mesh
+        # Losses are weighted by the samples of the whole step, on all ranks.
         sizes = [len(micro_batch.ids) for micro_batch in batches.micro_batches]
         loss = torch.zeros((), device=self.batches.device)
         for loaded in batches.loaded:
@@ -80,6 +81,7 @@ class TrainingStep:
             self.sync_check.see(step, batch.of_group)
             self.meter.count(batch)
 
+        # Blocks read their levels of recomputation when the forward pass begins.
         self.activations.fit(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
@@ -92,6 +94,7 @@ class TrainingStep:
             loss = rank_loss(losses, global_samples=num_samples, world_size=world_size)
         with record_function("backward"):
             self.booster.backward(loss, self.optimizer)
+        # The loss that is logged is a sum over all ranks, without the factor for ZeRO's mean.
         return losses.detach().sum() / num_samples
 
     def _batch(self, loaded: LoadedBatch) -> Batch:
@@ -120,6 +123,7 @@ class TrainingStep:
         asked_to_stop = watch is not None and watch.stop_reason is not None
         sums = torch.stack([loss, torch.full_like(loss, asked_to_stop)])
         dist.all_reduce(sums)
+        # Before the update, which replaces all copies of weights and so hides a difference.
         self.sync_check.compare(step)
 
         total, stop = sums.unbind()

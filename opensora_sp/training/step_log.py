@@ -92,6 +92,7 @@ class StepLog:
 
         self.skipped += 1
         self.skipped_in_a_row += 1
+        # Results are equal on all ranks: one line is enough.
         if self.meter.mesh.rank == 0:
             message = "step %d skipped: the loss (%g) or a gradient is not finite"
             logger.warning(message, result.step, result.loss)
@@ -117,6 +118,7 @@ class StepLog:
         losses = self._interval.losses
         substituted = self.corrupt.report(self.meter.device)
         grad_norm = self.optimizer.get_grad_norm()
+        # After the calls that wait for the device.
         seconds = time.perf_counter() - self._interval.start
         measured = self.meter.measure(
             self.loader.take_waited(),

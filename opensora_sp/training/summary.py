@@ -107,6 +107,7 @@ def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
         message = "LoRA of rank %d in %d layers: %.1f M trained parameters, on the weights of %s"
         logger.info(message, lora.rank, len(lora.layers), trained / 1e6, lora.base.name)
 
+    # Settings without effect are a frequent mistake.
     unused = unused_settings(cfg, max(group_sizes(mesh.family)))
     exchanges = describe_exchanges(cfg, mesh, module, run.options)
     for line in [*describe_schedule(cfg), *exchanges, *unused]:

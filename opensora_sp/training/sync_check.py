@@ -140,6 +140,7 @@ class SyncCheck:
         local = {}
         for group, digests in batches.items():
             local[group] = [(name, int(number)) for name, number in digests]
+        # With their names, since ranks are in different groups with different tensors.
         by_rank = _objects(local)
 
         starts: dict[tuple[Any, ...], list[int]] = {}

@@ -51,6 +51,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         if not any(matches(name, pattern) for name in parameters):
+            # A pattern with a typing error would train what was meant to be frozen.
             modules = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
             raise ValueError(
                 f"got {pattern!r} in freeze, which matches no parameter; expected patterns of "
@@ -120,6 +121,7 @@ def load_base(cfg: TrainConfig, weights: Weights, module: ConditionedModel) -> L
             sha256 = [base_digest(weights, layers)]
     dist.broadcast_object_list(sha256, src=0)
 
+    # In a model with adapters, adapted layers have other names.
     renamed = base_names(module.state_dict())
     load_model(weights.renamed(renamed), module, None)
     return LoraRun(layers, cfg.lora.rank, cfg.lora.alpha, Base(cfg.load, sha256[0]))

@@ -76,6 +76,7 @@ class Trainer:
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.options = plugin.sequence_parallel
         self.dataset, self.device = dataset, device
+        # Before encoders and the model take minutes to load.
         warn_if_large_on_cpu(cfg, device, self.mesh)
 
         # All encoders, before anything is chosen by the memory that they leave.
@@ -92,6 +93,7 @@ class Trainer:
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
 
+        # A resumed run keeps the number of its checkpoint, also on other numbers of ranks.
         per_step = micro_batches_of_step(cfg, state, self.mesh.world_size)
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
@@ -179,6 +181,7 @@ class Trainer:
             if validates and not self._stops_before_validation(results, done, watch):
                 log.exclude(self.validator.validate(done, run_dir, reporter))
 
+        # Workers read ahead, and a save may still be written in the background.
         self.loader.close()
         self.checkpoints.wait()
         return done, stopped
@@ -197,6 +200,7 @@ class Trainer:
         """Whether a rank was asked to stop since the step; then the next step is the last one."""
         asked_to_stop = watch is not None and watch.stop_reason is not None
         stop = torch.tensor(float(asked_to_stop), device=self.device)
+        # All ranks have to take the same branch, since validation is collective.
         dist.all_reduce(stop)
         stops = bool(stop.item()) and done < self.cfg.max_steps
         results.asked_to_stop |= stops
@@ -222,6 +226,7 @@ class Trainer:
 
     def _build_model(self, cfg: TrainConfig) -> ConditionedModel:
         """The bare model with random weights, frozen and adapted as configured."""
+        # Each rank draws the same initial weights.
         torch.manual_seed(cfg.seed)
         model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
@@ -233,6 +238,7 @@ class Trainer:
         """Build ``module`` with its kernels, ``model`` and ``optimizer``."""
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
+        # Kernels are verified on this device before the model is cast and wrapped.
         self.kernels = choose_kernels(cfg.kernels, self.module, dtype=dtype, device=self.device)
         choose_attention(cfg, self.module, dtype=dtype, device=self.device)
         if cfg.compile == "blocks":
@@ -258,6 +264,7 @@ class Trainer:
         if checkpoint is None:
             return {"step": 0}
         if lora is not None:
+            # Adapters fit no other weights than those that they were trained on.
             check_base(lora, checkpoint)
 
         state = self.tensors.load(checkpoint)
@@ -286,6 +293,7 @@ class Trainer:
             seed=cfg.seed,
             draw=self.draws.draw_micro_batch,
             device=self.device,
+            # Workers end with their rank, whatever signal it gets.
             worker_init_fn=init_worker,
         )
 

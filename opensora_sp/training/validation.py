@@ -149,6 +149,7 @@ class Validator:
         errors: list[str] = []
         with ExitStack() as contexts:
             contexts.enter_context(self.mesh.using(self.group))
+            # Sampled videos show the weights that will be used, held-out losses are theirs.
             if self.validation.use_ema:
                 contexts.enter_context(ema_weights(self.tensors.shards, self.tensors.ema))
             losses = self._validate(folder, errors)
@@ -189,6 +190,7 @@ class Validator:
             dataset.shape,
             batch_size=self.validation.batch_size,
             bins=self.validation.bins,
+            # The draws of each validation are the same, so its losses are comparable.
             seeds=[self.cfg.seed],
         )
         if not means.clips:
