@@ -38,7 +38,7 @@ from opensora_sp.parallel.strategies import (
     strategy_for,
     with_chunks,
 )
-from opensora_sp.runtime.launchers import launchers
+from opensora_sp.runtime.processes import launchers
 
 from .checkpointing import TrainingState
 from .meter import Peak
