@@ -103,9 +103,7 @@ def evaluate(settings: Settings) -> Evaluation:
     return evaluation
 
 
-def preflight(
-    settings: Settings,
-) -> tuple[TrainConfig, Sources, VideoTextDataset, list[Bucket]]:
+def preflight(settings: Settings) -> tuple[TrainConfig, Sources, VideoTextDataset, list[Bucket]]:
     """The config, the weights, the clips and their buckets; the same on every rank.
 
     Raises:

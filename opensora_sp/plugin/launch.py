@@ -14,13 +14,7 @@ from opensora_sp.runtime.rendezvous import join_rendezvous, start_process_group
 from opensora_sp.runtime.run_store import RunStore
 from opensora_sp.runtime.watchdog import Watchdog
 
-from ._colossalai import (
-    CpuAccelerator,
-    get_accelerator,
-    get_dist_logger,
-    set_accelerator,
-    set_seed,
-)
+from ._colossalai import CpuAccelerator, get_accelerator, get_dist_logger, set_accelerator, set_seed
 
 
 def launch(seed: int, store: RunStore | None = None, *, timeout: timedelta | None = None) -> None:

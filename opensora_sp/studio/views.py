@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from opensora_sp.training.curves import CURVES, RunRecord, picture
 from opensora_sp.training.metrics import RANKS
 from opensora_sp.training.validation import VIDEOS
 
-from .curves import CURVES, RunRecord, picture
 from .folders import modified, video_of
 from .jobs import Job
 

@@ -7,18 +7,12 @@ from collections.abc import Container
 from typing import Any
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import (
-    Assigned,
-    BatchPlan,
-    ReadRequest,
-    ReplicaBatches,
-    ScheduledBatches,
-)
+from opensora_sp.data import Assigned, BatchPlan, ReadRequest, ReplicaBatches, ScheduledBatches
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.features.build import Work
 from opensora_sp.features.group_seconds import GroupSeconds
 from opensora_sp.features.sharded import ShardedEncoder
-from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
@@ -74,10 +68,7 @@ def make_rank_batches(
 
 
 def _least_ranks(
-    cfg: TrainConfig,
-    mesh: SequenceMesh,
-    run: RunEstimator,
-    buckets: Container[str] | None = None,
+    cfg: TrainConfig, mesh: SequenceMesh, run: RunEstimator, buckets: Container[str] | None = None
 ) -> dict[str, int]:
     """By bucket, the fewest ranks whose memory its batches fit into.
 
@@ -113,36 +104,3 @@ def _least_ranks(
     if several:
         logger.info("fewest ranks that batches fit on: %s", ", ".join(several))
     return least
-
-
-def schedule_state(
-    mesh: SequenceMesh, options: Options, rank_batches: RankBatches
-) -> dict[str, Any]:
-    """Collect, for a checkpoint, what assigns micro-batches to ranks, except seed and step.
-
-    Micro-batches, losses and draws depend on none of it, except for rounding. With one degree for
-    all, the cost model still chooses the strategy by which ranks share a batch.
-    """
-    schedule: dict[str, Any] = {"cost_model": options.cost_model.to_dict()}
-    if isinstance(rank_batches, ScheduledBatches):
-        seconds = rank_batches.seconds
-        assert isinstance(seconds, GroupSeconds)
-        schedule |= {
-            "world_size": mesh.world_size,
-            "ranks_per_node": mesh.ranks_per_node,
-            "least_ranks": dict(seconds.least_ranks),
-            "degrees": dict(seconds.degrees),
-        }
-    return {"schedule": schedule}
-
-
-def warn_of_other_schedule(state: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Log if a run resumes with groups or strategies that are chosen by something else."""
-    saved, now = state.get("schedule", {}), ours["schedule"]
-    changed = [name for name in now if name in saved and saved[name] != now[name]]
-    if changed:
-        logger.info(
-            "resumed with another %s: micro-batches are the same; groups of ranks, or the way in "
-            "which they share a batch, may be others, so that sums are rounded in another order",
-            " and ".join(changed).replace("_", " "),
-        )

@@ -1,5 +1,5 @@
 """A run as a whole: first and last lines of its log, ``sessions.jsonl``, ``summary.json``, and the
-config and commands to sample from it and to resume it.
+config and the command to sample from it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ import json
 import logging
 import os
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,14 +29,7 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.rank_groups import group_sizes
-from opensora_sp.parallel.strategies import (
-    SwitchRows,
-    chunk_costs,
-    fewest_rows,
-    strategy_for,
-    with_chunks,
-)
-from opensora_sp.runtime.processes import launchers
+from opensora_sp.parallel.strategies import strategy_for, with_chunks
 
 from .checkpointing import TrainingState
 from .meter import Peak
@@ -46,7 +37,6 @@ from .metrics import format_time, read_lines
 from .validation import sampling_config
 
 logger = logging.getLogger(__name__)
-RESUME, ACCEPT_NEW_DATA = "--resume", "--accept-new-data"
 # In a run's folder: a config to sample from it.
 SAMPLING = "sample.py"
 
@@ -133,38 +123,26 @@ def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
 def describe_exchanges(
     cfg: TrainConfig, mesh: SequenceMesh, module: ConditionedModel, options: Options
 ) -> list[str]:
-    """A line on chunks of exchanges, and why, for each degree; none on one rank to a batch."""
-    if mesh.sp_size == 1:
-        return []
-    lines: list[str] = []
-    degrees = [size for size in group_sizes(mesh.family) if size > 1]
-    for degree in degrees:
-        where = f" on {degree} ranks" if len(degrees) > 1 else ""
-        # Groups of a fixed degree may span nodes that are larger than the degree.
-        spans_nodes = mesh.spans_nodes if degree == mesh.sp_size else degree > mesh.ranks_per_node
-        chunks = _describe_chunks(cfg, module, replace(options, spans_nodes=spans_nodes), degree)
-        lines.append(f"exchanges in chunks{where}: {chunks}")
-    return lines
-
-
-def _describe_chunks(
-    cfg: TrainConfig, module: ConditionedModel, options: Options, ranks: int
-) -> str:
-    """The number of chunks for the largest batches on so many ranks, and what decides it."""
+    """For each degree, how ranks share the largest batches; nothing on one rank to a batch."""
     config: Any = module.config
     latent_size = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     shape = BatchShape.of(config, cfg.batch_size, latent_size)
-    strategy = strategy_for(shape, options, ranks)
-    if strategy is not SwitchRows or not shape.alternates:
-        return f"off: with the strategy {strategy.label!r}, no tokens switch between blocks"
-
-    element_size = module.dtype.itemsize
-    number = with_chunks(options, shape, ranks, element_size=element_size).num_chunks
-    costs = chunk_costs(options, shape, ranks, element_size=element_size)
-    setting = f"overlap_chunks={options.overlap_chunks!r}"
-    most = max(1, fewest_rows(shape, ranks))
-    limit = f", but {most} where a rank has no more rows" if most < number else ""
-    return f"{'off' if number == 1 else number} ({setting}){limit}: {costs.describe()}"
+    lines: list[str] = []
+    for degree in group_sizes(mesh.family):
+        if degree == 1:
+            continue
+        # Groups of a fixed degree may span nodes that are larger than the degree.
+        spans_nodes = mesh.spans_nodes if degree == mesh.sp_size else degree > mesh.ranks_per_node
+        in_group = replace(options, spans_nodes=spans_nodes)
+        strategy = strategy_for(shape, in_group, degree)
+        element_size = module.dtype.itemsize
+        chunks = with_chunks(in_group, shape, degree, element_size=element_size).num_chunks
+        pieces = "one piece" if chunks == 1 else f"{chunks} chunks"
+        setting = f"overlap_chunks={options.overlap_chunks!r}"
+        lines.append(
+            f"{degree} ranks share a batch by {strategy.label!r}, exchanges in {pieces} ({setting})"
+        )
+    return lines
 
 
 def write_sampling_config(cfg: TrainConfig, run_dir: Path, clips: Manifest) -> None:
@@ -186,17 +164,9 @@ def write_sampling_config(cfg: TrainConfig, run_dir: Path, clips: Manifest) -> N
 
 
 def write_summary(
-    run: RunSetup,
-    run_dir: Path,
-    counter: CommLedger,
-    corrupt: CorruptSamples,
-    sync_check: dict[str, float],
+    run: RunSetup, run_dir: Path, counter: CommLedger, corrupt: CorruptSamples
 ) -> None:
-    """Write ``summary.json``: what the ranks sent each other, and what was read. Rank 0 writes.
-
-    Args:
-        sync_check: cost of the checks.
-    """
+    """Write ``summary.json``: what the ranks sent each other, and what was read. Rank 0 writes."""
     switches = counter.calls["switch", "forward"]
     summary = {
         "dp_size": run.mesh.dp_size,
@@ -205,7 +175,6 @@ def write_summary(
         "elements_sent": {" ".join(key): count for key, count in sorted(counter.elements.items())},
         "files_read": dict(corrupt.files_read),
         "broken_clips": corrupt.found,
-        "sync_check": sync_check,
     }
     logger.info("done: %d layout switches between the ranks of this replica", switches)
     if corrupt.found:
@@ -240,22 +209,6 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     logger.info("sample from it: %s", _from_anywhere(command))
 
 
-def command_to_resume() -> str:
-    """The command that started this run, launcher included, with ``--resume auto``.
-
-    It can be pasted in any folder. It does not accept new data: the run's own checkpoints are of
-    the data that it has accepted.
-    """
-    parts = iter(_command_of_launcher() or _command_of_process())
-    command = []
-    for part in parts:
-        if part == RESUME:
-            next(parts, None)
-        elif part != ACCEPT_NEW_DATA and not part.startswith(f"{RESUME}="):
-            command.append(part)
-    return _from_anywhere([*command, RESUME, "auto"])
-
-
 def _from_anywhere(command: list[str]) -> str:
     """A command for a shell whose folder may be another one, as after ``my_project/run.sh``.
 
@@ -267,31 +220,3 @@ def _from_anywhere(command: list[str]) -> str:
     except FileNotFoundError:
         return shlex.join(command)
     return f"{shlex.join(['cd', folder])} && {shlex.join(command)}"
-
-
-def _command_of_launcher() -> list[str]:
-    """The command line of ``torchrun`` or ``colossalai run``, without their and Python's paths."""
-    processes = launchers()
-    if not processes or processes[-1] is None:
-        return []
-    try:
-        parts: list[str] = processes[-1].cmdline()
-    except psutil.Error:
-        return []
-
-    if len(parts) > 1 and Path(parts[0]).name.startswith("python"):
-        program = Path(parts[1]).name
-        if program in ("torchrun", "colossalai"):
-            return [program, *parts[2:]]
-        return ["python", *parts[1:]]
-    return parts
-
-
-def _command_of_process() -> list[str]:
-    """The command line of this process, without a launcher."""
-    program, *arguments = sys.argv
-    if Path(program).name == "opensora-sp":
-        return ["opensora-sp", *arguments]
-    if Path(program).parts[-2:] == ("cli", "__main__.py"):
-        return ["python", "-m", "opensora_sp.cli", *arguments]
-    return ["python", *sys.argv]

@@ -21,9 +21,7 @@ Sums of integers do not depend on their order, and nothing is rounded.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,20 +54,12 @@ class SyncCheck:
         module: whose parameters and buffers are compared, by name.
         every: steps from one check to the next; 0 for none.
         shards: the master weights of this rank; None without a ZeRO optimizer.
-
-    Attributes:
-        cost: number of checks, and their seconds on the host.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        mesh: SequenceMesh,
-        every: int,
-        shards: NamedShards | None = None,
+        self, module: nn.Module, mesh: SequenceMesh, every: int, shards: NamedShards | None = None
     ) -> None:
         self.module, self.mesh, self.every, self.shards = module, mesh, every, shards
-        self.cost: dict[str, float] = {"checks": 0, "seconds": 0.0}
         # Tensors of the step's micro-batches in each group, with their digests.
         self._batches: dict[RankGroup, NamedDigests] = {}
 
@@ -79,11 +69,10 @@ class SyncCheck:
     def see(self, step: int, batch: Mapping[str, Any]) -> None:
         """Add the digests of a micro-batch of the current group, if the step is checked."""
         if self.due(step):
-            with self._timed():
-                digests = self._batches.setdefault(self.mesh.group, [])
-                for name, tensor in batch.items():
-                    if isinstance(tensor, Tensor):
-                        digests.append((name, digest(tensor)))
+            digests = self._batches.setdefault(self.mesh.group, [])
+            for name, tensor in batch.items():
+                if isinstance(tensor, Tensor):
+                    digests.append((name, digest(tensor)))
 
     def compare(self, step: int) -> None:
         """Compare weights and batches of a step, if it is checked; call it before the update.
@@ -94,13 +83,11 @@ class SyncCheck:
         """
         if not self.due(step):
             return
-        self.cost["checks"] += 1
         batches, self._batches = self._batches, {}
-        with self._timed():
-            weights = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-            unlike_masters = self._unlike_masters()
-            digests = [digest(tensor) for tensor in weights.values()]
-            columns = self._gathered([*digests, *unlike_masters.values()])
+        weights = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        unlike_masters = self._unlike_masters()
+        digests = [digest(tensor) for tensor in weights.values()]
+        columns = self._gathered([*digests, *unlike_masters.values()])
 
         for name, column in zip(weights, columns):
             if len(set(column)) > 1:
@@ -160,12 +147,6 @@ class SyncCheck:
                     f"{step + 1}; expected another on each; correct the data loading, which gives "
                     "replicas the same clips and noise"
                 )
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.cost["seconds"] += time.perf_counter() - start
 
 
 def _difference(

@@ -41,12 +41,11 @@ from .memory_fit import ActivationBudget, buckets_with_clips, with_chosen_batch_
 from .meter import Meter
 from .metrics import Reporter
 from .profiling import StepProfiler, Steps
-from .rank_batches import make_rank_batches, schedule_state, warn_of_other_schedule
+from .rank_batches import make_rank_batches
 from .step import DelayedResults, TrainingStep
 from .step_log import StepLog
 from .summary import (
     RunSetup,
-    command_to_resume,
     conclude,
     log_setup,
     write_sampling_config,
@@ -95,8 +94,6 @@ class Trainer:
         self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
         self.cfg = with_length(cfg, self.plan)
         self._build_data_path()
-        self.schedule = schedule_state(self.mesh, self.options, self.rank_batches)
-        warn_of_other_schedule(state, self.schedule)
         self._build_step()
 
     def train(
@@ -117,21 +114,18 @@ class Trainer:
                 # From the start on: a run can be sampled while it trains.
                 with reporter.outputs.of("sample.py"):
                     write_sampling_config(cfg, run_dir, self.dataset.rows)
-            # The launcher, whose command line this is, may have ended when the run stops.
-            command = command_to_resume()
             began, counter = time.perf_counter(), CommLedger()
             done, stopped = self._run_steps(run_dir, reporter, counter, traced, watch)
 
             reason = watch.why_to_stop() if stopped and watch is not None else None
             reporter.end(done, reason)
             if stopped:
-                message = "stopped after step %d of %d (%s), with a checkpoint; resume with: %s"
-                logger.info(message, done, cfg.max_steps, reason, command)
+                message = "stopped after step %d of %d (%s), with a checkpoint; add --resume auto"
+                logger.info(message, done, cfg.max_steps, reason)
                 return False
 
             with reporter.outputs.of("summary.json"):
-                checks = self.step.sync_check.cost
-                write_summary(self.setup, run_dir, counter, self.corrupt, checks)
+                write_summary(self.setup, run_dir, counter, self.corrupt)
             if is_main:
                 with reporter.outputs.of("sample.py"):
                     seconds = time.perf_counter() - began
@@ -211,7 +205,6 @@ class Trainer:
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
             "loss_weight": self.cfg.loss_weight,
-            **self.schedule,
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.log.skipped,

@@ -35,7 +35,7 @@ def synchronous(dtype: torch.dtype) -> dict[str, str]:
 
     def check(
         name: str, batches: list[dict[str, Any]], change: tuple[str, int] | None = None
-    ) -> SyncCheck:
+    ) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1)).to(dtype)
         if change is not None and mesh.rank == change[1]:
@@ -48,10 +48,8 @@ def synchronous(dtype: torch.dtype) -> dict[str, str]:
                 watch.compare(step)
             except ValueError as error:
                 found[name] = str(error)
-        return watch
 
-    watch = check("same", [batch, batch])
-    assert watch.cost["checks"] == 1 and watch.cost["seconds"] > 0
+    check("same", [batch, batch])
     assert "same" not in found
     check("parameter", [batch], ("1.weight", 3))
     check("peer", [batch | ({"mask": torch.zeros(7, dtype=torch.bool)} if mesh.rank == 2 else {})])

@@ -45,9 +45,9 @@ from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling import session
 from opensora_sp.sampling.session import Session, serve
 from opensora_sp.studio import UPLOADS, views
-from opensora_sp.studio.curves import RunRecord, picture
 from opensora_sp.studio.folders import Folders
 from opensora_sp.studio.jobs import Job, Queue, work_of
+from opensora_sp.training.curves import RunRecord, picture
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from opensora_sp.training.metrics import RANKS, plot_loss, read_lines
+from .metrics import RANKS, plot_loss, read_lines
 
 OLDER = 8  # validations whose losses by timestep are drawn
 INSIDE, BELOW = 8, 40  # labels that a legend has at most, in the axes and below them
