@@ -126,7 +126,7 @@ def table(plan: Plan) -> list[str]:
     if plan.adapters is not None:
         lines.append(f"LoRA: {plan.adapters / 1e6:.1f} M parameters of adapters are trained")
 
-    lines += [*plan.schedule, "", HEAD, *map(_row, plan.buckets)]
+    lines += ["", HEAD, *map(_row, plan.buckets)]
     what = "a micro-batch" if plan.purpose == "training" else "a call of the model"
     lines += _wrapped(
         f"MB sent: by a rank for {what}. GB peak: of a rank, {plan.kernels}, without "

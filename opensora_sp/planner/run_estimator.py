@@ -36,8 +36,8 @@ from .checkpointing import (
 )
 from .communicators import communicators_of, gpus_of_node
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
-from .micro_batch_time import ModelCosts, seconds_of
 from .sampling_memory import FREE_SHARE, SamplingMemory, placed
+from .seconds import ModelCosts, seconds_of
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, traffic
 

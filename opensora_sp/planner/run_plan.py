@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.parallel.strategies import strategy_for
 from opensora_sp.runtime.cost_model_file import cost_model_of
@@ -46,8 +45,7 @@ class Plan:
 
     ``adapters`` are the parameters of LoRA adapters, which are then trained alone.
     ``spans_nodes`` is None for unknown nodes; ``kernels`` describes the kernels of all estimates,
-    ``rates`` names the cost model of their seconds. ``schedule`` describes optimizer, learning rate
-    and EMA weights; empty for sampling.
+    ``rates`` names the cost model of their seconds.
     """
 
     purpose: str
@@ -64,7 +62,6 @@ class Plan:
     rates: str
     spans_nodes: bool | None
     memory_gb: float | None
-    schedule: list[str]
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,7 +155,6 @@ def plan_of(
         rates=run.options.cost_model.name,
         spans_nodes=run.spans_nodes(run.ranks) if run.knows_nodes else None,
         memory_gb=None if run.device_memory is None else run.device_memory / 1e9,
-        schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
         buckets=[_estimate(run, batch, ranks) for batch, ranks in progress(batches)],
     )
 

@@ -30,10 +30,10 @@ from opensora_sp.planner import buckets_of, plan, run_estimator
 from opensora_sp.planner.checkpointing import budget_of, memory_for
 from opensora_sp.planner.cuda_memory import WORKSPACES
 from opensora_sp.planner.fit import fit
-from opensora_sp.planner.flops import blocks_work
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.planner.memory import GradientBucket, LocalGradients, ModelSizes, Zero
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.seconds import blocks_work
 from opensora_sp.planner.trace import trace_activations
 from opensora_sp.planner.traffic import output_gather, traffic
 
