@@ -58,7 +58,7 @@ class Memory:
     pinned: int = 0
 
     def describe(self) -> str:
-        """What blocks keep, for the log and the planner's table."""
+        """Activations that blocks keep, for the log and the planner's table."""
         size = f": {self.pinned / 1e9:.3f} GB of a rank" if self.pinned else ""
         return describe(self.levels) + size
 
@@ -296,7 +296,7 @@ class RunEstimator:
         )
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
-        """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
+        """The level of each block; ``needed`` are the bytes that a step takes with such levels."""
         if self.checkpointing != "auto":
             return levels_of(self.checkpointing, self.config.num_blocks)
         return choose_levels(needed, self.budget, self.config.num_blocks, self.known_levels)

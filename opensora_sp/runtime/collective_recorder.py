@@ -140,7 +140,7 @@ class CollectiveRecorder:
             return sorted({call.peer for call in self._open if call.peer is not None})
 
     def pending(self) -> list[Collective]:
-        """What may be pending: calls that some thread is in, and the newest of each group."""
+        """Collectives that may be pending: calls of some thread, and the newest of each group."""
         with self._lock:
             newest = [group.newest[-1] for group in self._groups.values() if group.newest]
             others = [call for call in self._open if call not in newest]
@@ -219,7 +219,7 @@ class CollectiveRecorder:
 
 
 def _description(group: Any) -> str:
-    """What a group was described as; empty for torch's own descriptions."""
+    """Description of a group; empty for torch's own descriptions."""
     description = str(getattr(group, "group_desc", ""))
     return "" if description in ("undefined", "default_pg") else description
 

@@ -76,7 +76,7 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
         values = dict(zip(fields, texts, strict=True))
         values["reference_path"] = ";".join(values["reference_path"] or ())
         values["lora"] = [
-            text.strip() for text in (values["lora"] or "").split(";") if text.strip()
+            lora.strip() for lora in (values["lora"] or "").split(";") if lora.strip()
         ]
         job = Job(values)
         try:
@@ -125,7 +125,7 @@ def _training(folders: Folders, page: gr.Blocks) -> None:
     curves, videos, before = gr.HTML(), gr.HTML(), gr.State([None] * 3)
 
     def show(chosen: list[str] | None, seen: list[Any]) -> list[Any]:
-        """What has changed: a video that is shown again would start anew."""
+        """Updates of what has changed: a video that is shown again would start anew."""
         try:
             paths = [folders.checked(run) for run in chosen or ()]
             choices, shown = _names(folders.trained(), folders), "".join(map(views.videos, paths))
