@@ -73,10 +73,8 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     if config is None:
         raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
     given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
-    given |= dict(
-        prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None, num_samples=1
-    )
-    given |= dict(outputs=str(outputs), format="mp4", sp_size=nproc)
+    given |= dict(prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None)
+    given |= dict(num_samples=1, outputs=str(outputs), format="mp4", sp_size=nproc)
     cfg = load_inference_config(folders.checked(config, executed=True), values=given)
 
     # Before any file is opened; a prompt may name some too.

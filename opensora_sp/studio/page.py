@@ -15,8 +15,8 @@ from . import views
 from .folders import Folders
 from .jobs import Job, Queue
 
-POLL, REFRESH = 0.3, 3.0  # seconds between two looks at a job, and at runs
-KEPT = (3600, 24 * 3600)  # seconds between two looks at uploads, and that they are kept
+# Seconds between two looks at a job, at runs, and at uploads, which are kept for so long.
+POLL, REFRESH, KEPT = 0.3, 3.0, (3600, 24 * 3600)
 CSS = """
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
@@ -75,9 +75,8 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
     async def sample(*texts: Any) -> AsyncIterator[Any]:
         values = dict(zip(fields, texts, strict=True))
         values["reference_path"] = ";".join(values["reference_path"] or ())
-        values["lora"] = [
-            lora.strip() for lora in (values["lora"] or "").split(";") if lora.strip()
-        ]
+        loras = (values["lora"] or "").split(";")
+        values["lora"] = [lora.strip() for lora in loras if lora.strip()]
         job = Job(values)
         try:
             # It can be cancelled meanwhile.
