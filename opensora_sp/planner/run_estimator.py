@@ -158,6 +158,11 @@ class RunEstimator:
         else:
             self.kernels, self.kernels_in_words = "triton", "with Triton kernels"
 
+    @property
+    def adapters(self) -> int | None:
+        """Parameters of the adapters that are trained alone; None without LoRA."""
+        return None if self.lora is None else sum(self.sizes.trainable)
+
     @cached_property
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.name, self.config, self.lora)
