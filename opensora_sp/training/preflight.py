@@ -211,14 +211,14 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     weights = initial_weights(cfg)
     spec = cfg.model_spec
     # Adapters are for whole weights: checkpoints do not have what is initialized here.
-    of_base = cfg.lora is None
+    allow_base = cfg.lora is None
     if weights.config is not None:
         check_model_config(
             weights.path,
             spec.model_class.__name__,
             spec.config,
             convert=cfg.convert,
-            of_base=of_base,
+            allow_base=allow_base,
         )
     with torch.device("meta"):
-        fitted(weights, spec.build(), convert=cfg.convert, of_base=of_base)
+        fitted(weights, spec.build(), convert=cfg.convert, allow_base=allow_base)

@@ -22,11 +22,10 @@ from opensora_sp.checkpoint import (
     on_rank_0,
     open_adapters,
     open_weights,
-    set_aside,
     verify,
 )
 from opensora_sp.checkpoint.adapters import find_adapters
-from opensora_sp.checkpoint.folder import reading
+from opensora_sp.checkpoint.folder import read_commit, reading, set_aside
 from opensora_sp.checkpoint.hub import describe_missing
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 from opensora_sp.checkpoint.writer import all_finite
@@ -212,7 +211,7 @@ def _set_all_aside(run_dir: Path) -> None:
 
 def agree_on(checkpoint: Path | None) -> None:
     """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
-    own = None if checkpoint is None else (checkpoint.name, (checkpoint / "COMMIT").read_text())
+    own = None if checkpoint is None else (checkpoint.name, read_commit(checkpoint))
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, own)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from opensora_sp.config import unused_settings
 from opensora_sp.config.schedule import describe_schedule
-from opensora_sp.config.unused import unused_settings
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel import CommLedger, Options
 from opensora_sp.parallel.batch_shape import BatchShape

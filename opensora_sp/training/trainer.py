@@ -249,7 +249,7 @@ class Trainer:
             lora = load_base(cfg, initial_weights(cfg), self.module)
         elif cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
-            weights = fitted(weights, self.module, convert=cfg.convert, of_base=True)
+            weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
             load_model(weights, self.module, shards, fixed)
         self.ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
         self.tensors = TrainingState(self.module, fixed, shards, self.ema, lora)
