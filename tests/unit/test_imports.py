@@ -16,7 +16,13 @@ BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch", "einops"},
 }
-SHARED = ("common.graphs", "common.importing", "common.tensors")  # they need torch only
+# Modules of the package that need torch only.
+SHARED = (
+    "common.graphs",
+    "common.importing",
+    "common.tensors",
+    "compile_cache",
+)
 WHEN_CALLED = {
     "base.py": "opensora_sp.checkpoint",  # methods of models that read and write them
     "adapted_linear.py": "peft.tuners.lora",  # a module that add_lora imports
@@ -92,7 +98,7 @@ assert "opensora_sp.models" not in sys.modules
 MODELS_THEN_RUNS = """
 import sys, opensora_sp.models
 assert not {"safetensors", "opensora_sp.checkpoint"} & set(sys.modules)
-import opensora_sp.training, opensora_sp.sampling
+import opensora_sp.training.run, opensora_sp.sampling
 assert not {"colossalai", "diffusers", "transformers"} & set(sys.modules)
 assert "opensora_sp.models.kernels.triton" not in sys.modules
 """
