@@ -210,13 +210,14 @@ def fetch(
         is_online = answers()
         if is_online:
             listed = files_of(name)
-            wanted = chosen_files(name, listed, kind, allow_pickle=allow_pickle, more=more)
-            folder = snapshot(name, wanted, is_online=True)
         else:
             folder = snapshot(name, (), is_online=False)
             files = [path for path in folder.rglob("*") if path.is_file()]
             listed = [path.relative_to(folder).as_posix() for path in files]
-            chosen_files(name, listed, kind, allow_pickle=allow_pickle)
+
+        wanted = chosen_files(name, listed, kind, allow_pickle=allow_pickle, more=more)
+        if is_online:
+            folder = snapshot(name, wanted, is_online=True)
     except NoWeightsError:
         raise
     # Errors of huggingface_hub depend on its version and its HTTP library.

@@ -12,6 +12,7 @@ import re
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from os.path import abspath, normpath
 from pathlib import Path
@@ -158,18 +159,15 @@ def _import_config_class() -> Any:
     Raises:
         ValueError: if the cache stays damaged, as after a kill.
     """
-    reason: Exception | None = None
     for attempt in range(IMPORT_ATTEMPTS):
-        try:
+        with suppress(EOFError, pickle.UnpicklingError):
             from mmengine.config import Config
-        except (EOFError, pickle.UnpicklingError) as error:
-            reason = error
-            time.sleep(0.2 * attempt)
-        else:
+
             return Config
+        time.sleep(0.2 * attempt)
     raise ValueError(
-        f"got a damaged cache of yapf, which mmengine imports ({reason}); expected a readable "
-        "file; delete the folder YAPF in the cache folder of your account (~/.cache)"
+        "got a damaged cache of yapf, which mmengine imports; expected a readable file; delete the "
+        "folder YAPF in the cache folder of your account (~/.cache)"
     )
 
 

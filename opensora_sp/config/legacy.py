@@ -12,7 +12,6 @@ from typing import Any
 
 from .draft import Draft, Run
 
-RUNS: tuple[Run, ...] = ("train", "sample")
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
 VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2", "OpenSoraVAE_V1_3")
 
@@ -218,10 +217,8 @@ RULES: tuple[Rule, ...] = (
          note="for STDiT2 it sets qk_norm_legacy=True, as in Open-Sora 1.1"),
     *(Rule(f"model.{key}", "model.attention", inert=(None,), value={True: "auto", False: "sdpa"})
       for key in ("enable_flash_attn", "enable_flashattn")),
-    Rule("model.kernel_size", "model.kernel_size", run="train", inert=(None,), also=_implied_by_1_3,
-         note="of Open-Sora 1.3, with conditioning frames and latents of its VAE"),
-    Rule("model.kernel_size", "model.kernel_size", run="sample", inert=(None,),
-         also=_implied_by_1_3, note="as in training; scores are written in words"),
+    Rule("model.kernel_size", "model.kernel_size", inert=(None,), also=_implied_by_1_3,
+         note="of Open-Sora 1.3, with conditioning frames, latents of its VAE and scores in words"),
     Rule("model.enable_layernorm_kernel", note="torch's layer norm is used; apex is not needed"),
     Rule("model.enable_sequence_parallelism", note="sp_size alone turns it on"),
     Rule("model.use_x_mask", note="every model takes frame masks"),
@@ -244,12 +241,11 @@ RULES: tuple[Rule, ...] = (
     Rule("model.from_pretrained", "load", run="train", yields=True),
     Rule("model.from_pretrained", "ckpt", run="sample"),
     # encoders
-    *(Rule("vae.type", "vae.type", run=run, also=_implied_by_vae,
-           note="OpenSoraVAE_V1_3 comes with 16 channels and conditioning frames",
-           refused={"VideoAutoencoderPipeline":
-                    "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
-                    "from_pretrained=...)"})
-      for run in RUNS),
+    Rule("vae.type", "vae.type", also=_implied_by_vae,
+         note="OpenSoraVAE_V1_3 comes with 16 channels and conditioning frames",
+         refused={"VideoAutoencoderPipeline":
+                  "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
+                  "from_pretrained=...)"}),
     *(Rule(f"{part}.local_files_only", note="set HF_HUB_OFFLINE=1 in the environment instead")
       for part in ("model", "vae", "text_encoder")),
     *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment")
