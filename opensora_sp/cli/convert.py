@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 
 if TYPE_CHECKING:
-    from opensora_sp.config.model_spec import ModelSpec
+    from opensora_sp.config import ModelSpec
     from opensora_sp.models.base import ConditionedModel
 
 HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
@@ -90,7 +90,7 @@ def _add_conversions(add: Callable[..., Any]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Convert, and print what was written."""
-    from opensora_sp.checkpoint import check_vacant
+    from opensora_sp.checkpoint.pretrained import check_vacant
     from opensora_sp.encoders.convert import fetched, is_encoder
 
     log_to_terminal()
@@ -140,7 +140,7 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
     """Convert the weights of a model; returns what was written."""
     from opensora_sp.checkpoint import from_pretrained, save_pretrained
     from opensora_sp.checkpoint.hub import HubName
-    from opensora_sp.checkpoint.model_card import saved_license
+    from opensora_sp.checkpoint.pretrained import saved_license
     from opensora_sp.common.tensors import DTYPES
 
     options, convert = _model_options(args)

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Write the project, and print what to do next."""
-    from opensora_sp.checkpoint import check_vacant
+    from opensora_sp.checkpoint.pretrained import check_vacant
     from opensora_sp.config import load_train_config
     from opensora_sp.data.atomic import check_writable
 

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
-from opensora_sp.config import TrainConfig, dump_config
+from opensora_sp.config import TrainConfig, dump_config, unused_settings
 from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.config.sections import Validation
-from opensora_sp.config.unused import unused_settings
 from opensora_sp.data import BatchPlan, Manifest
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.features.build import TrainingSet

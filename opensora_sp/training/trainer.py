@@ -247,7 +247,7 @@ class Trainer:
             lora = load_base(cfg, initial_weights(cfg), self.module)
         elif cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
-            weights = fitted(weights, self.module, convert=cfg.convert, of_base=True)
+            weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
             load_model(weights, self.module, shards, self._fixed)
         ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
         self.tensors = TrainingState(self.module, self._fixed, shards, ema, lora)
