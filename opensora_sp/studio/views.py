@@ -27,7 +27,7 @@ def alert(error: Exception | str) -> str:
 
 
 def progress(job: Job, ahead: int = 0) -> str:
-    """What a job is doing; ``ahead`` jobs come before it."""
+    """The state of a job; ``ahead`` jobs come before it."""
     if job.state == "failed":
         return alert(job.error)
     done, total = job.steps

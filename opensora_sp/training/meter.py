@@ -21,7 +21,7 @@ from opensora_sp.common.tensors import to_device
 from opensora_sp.features.batch import Batch
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer, SequenceMesh
-from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.planner.seconds import ModelFlops
 
 # Peak TFLOP/s of dense bf16 and fp16 matrix products, from the data sheets of NVIDIA and AMD
 # (without sparsity), by a pattern in the device's name. The first match counts.

@@ -71,15 +71,13 @@ def test_the_common_time_is_one_that_most_buckets_can_take() -> None:
     assert common_time([Times(5.6, 10), Times(1, 5)]) == 10
 
 
-def made_of(budget: float, traced: dict[int, float]) -> Any:
-    """An estimator of a model whose needed bytes and seconds are the number of clips; ``traced``
-    are bytes that differ from that.
-    """
+def made_of(budget: float) -> Any:
+    """An estimator of a model whose needed bytes and seconds are the number of clips."""
     peak = SimpleNamespace
     return SimpleNamespace(
         latents=lambda batch: (batch.batch_size,),
         estimate=lambda latents, ranks: peak(
-            memory=peak(peak=peak(needed=traced.get(latents[0], latents[0])), levels=[0]),
+            memory=peak(peak=peak(needed=latents[0]), levels=[0]),
             seconds=float(latents[0]),
         ),
         seconds=lambda latents, ranks, levels: float(latents[0]),
@@ -104,18 +102,11 @@ def made_of(budget: float, traced: dict[int, float]) -> Any:
 def test_whole_clips_on_each_rank_are_preferred(
     budget: float, common: float, size: int, decided_by: str
 ) -> None:
-    made = made_of(budget, {})
-    bucket = _Bucket(made, made, BatchSpec(0, 1, (8, 8)), 4, 200)
+    made = made_of(budget)
+    bucket = _Bucket(made, BatchSpec(0, 1, (8, 8)), 4, 200)
     found = bucket.fitted("name", common)
     assert (found.batch.batch_size, found.decided_by) == (size, decided_by)
     assert found.deviation == pytest.approx(size / common - 1)
-
-
-def test_memory_decides_where_the_traced_batch_does_not_fit() -> None:
-    on_line, exact = made_of(50.0, {}), made_of(50.0, {40: 51.0})
-    bucket = _Bucket(on_line, exact, BatchSpec(0, 1, (8, 8)), 4, 200)
-    found = bucket.fitted("name", 40.0)
-    assert (found.batch.batch_size, found.decided_by) == (36, "memory")
 
 
 def test_communicators_are_part_of_what_must_fit(
