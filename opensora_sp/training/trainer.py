@@ -307,6 +307,7 @@ class Trainer:
             meter,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
         )
+
         self.validator = Validator(
             cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batches
         )
@@ -316,6 +317,7 @@ class Trainer:
             keep_every=cfg.keep_every,
             in_background=cfg.async_save,
         )
+
         self.log = StepLog(
             cfg,
             meter,
