@@ -81,10 +81,8 @@ FUNCTIONS = {
 }
 
 
-def results_of(
-    module: Any, case: Case, dtype: torch.dtype, compute: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Values and gradients of all functions of a module, by name, for inputs rounded to dtype."""
+def results_of(case: Case, dtype: torch.dtype, compute: torch.dtype) -> dict[str, torch.Tensor]:
+    """Values and gradients of all functions, by name, for inputs rounded to dtype."""
     inputs = case.inputs(dtype)
     results = {}
     for function, names in FUNCTIONS.items():
@@ -92,7 +90,7 @@ def results_of(
         if case.across:
             own["x"] = laid_across(own["x"])
         own = {name: tensor.requires_grad_() for name, tensor in own.items()}
-        outputs = getattr(module, function.split()[0])(**own, part=case.part)
+        outputs = getattr(kernels, function.split()[0])(**own, part=case.part)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         weights = [inputs["branch"].to(compute) * (i + 1) for i in range(len(outputs))]
         if case.across:
@@ -111,16 +109,16 @@ def laid_across(x: torch.Tensor) -> torch.Tensor:
 
 def errors_of(titles: list[str], dtype: torch.dtype) -> dict[str, float]:
     """Of the kernels, from the reference in float64 and relative to the largest number."""
-    from opensora_sp.models.kernels.reference import modulation as reference
     from opensora_sp.models.kernels.triton import modulation
 
     errors = {}
     for title in titles:
-        exact = results_of(reference, CASES[title], dtype, torch.float64)
+        with using_kernels("torch"):
+            exact = results_of(CASES[title], dtype, torch.float64)
         # Shares of some tokens each, so that programs begin and end within entries; few programs.
         shares = dict(SLOTS=3, LARGE_PROGRAMS=2, SMALL_PROGRAMS=3, COLUMNS=256)
         with mock.patch.multiple(modulation, **shares):
-            results = results_of(modulation, CASES[title], dtype, dtype)
+            results = results_of(CASES[title], dtype, dtype)
         for name, ours in results.items():
             wanted = exact[name]
             assert (ours.dtype, ours.shape) == (dtype, wanted.shape), (title, name)

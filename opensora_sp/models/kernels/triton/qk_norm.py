@@ -31,7 +31,7 @@ MAX_PARTS = 528  # programs of backward: four for each multiprocessor of an H100
 def qk_norm(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.qk_norm.qk_norm``."""
+    """See ``kernels/qk_norm.py``."""
     return _QKNorm.apply(qkv, k_weight, q_weight, None, rotation, eps)
 
 
@@ -44,7 +44,7 @@ def linear_qk_norm(
     rotation: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.qk_norm.linear_qk_norm``."""
+    """See ``kernels/qk_norm.py``."""
     # The product adds the bias, which costs nothing. Its gradient comes from the norms' backward.
     qkv = F.linear(x, weight, bias.detach()).unflatten(-1, (3, -1, len(q_weight)))
     return _QKNorm.apply(qkv, k_weight, q_weight, bias, rotation, eps)
@@ -139,17 +139,8 @@ def _backward(
     return grad_qkv, sum_parts(sums, q_weight.dtype)
 
 
-def _fake_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    rotation: Tensor | None,
-    eps: float,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    _, _, _, qkv, q_weight, _, _, _, has_bias = args
     return qkv.new_empty(qkv.shape), q_weight.new_empty(_num_sums(qkv, has_bias))
 
 
@@ -274,7 +265,6 @@ def _backward_kernel(
     k_weights = _weights(k_weight, column, WIDTH, VECTORS, WIDE)
     q_total = tl.zeros([VECTORS, BLOCK], WIDE)
     k_total = tl.zeros([VECTORS, BLOCK], WIDE)
-
     dq_total = tl.zeros([VECTORS, BLOCK], WIDE)
     dk_total = tl.zeros([VECTORS, BLOCK], WIDE)
     dv_total = tl.zeros([VECTORS, BLOCK], WIDE)
@@ -322,12 +312,19 @@ def _backward_kernel(
     tl.store(part + column, tl.sum(q_total, 0), column < WIDTH)
     tl.store(part + WIDTH + column, tl.sum(k_total, 0), column < WIDTH)
     if HAS_BIAS:
-        head = tl.arange(0, PADDED) * WIDTH
-        inside = (head < HEADS * WIDTH)[:, None] & (column < WIDTH)[None, :]
-        place = part + 2 * WIDTH + head[:, None] + column[None, :]
-        tl.store(place, _over_tokens(dq_total, TOKENS), inside)
-        tl.store(place + HEADS * WIDTH, _over_tokens(dk_total, TOKENS), inside)
-        tl.store(place + 2 * HEADS * WIDTH, _over_tokens(dv_total, TOKENS), inside)
+        _store_bias(part + 2 * WIDTH, dq_total, dk_total, dv_total, HEADS, WIDTH, TOKENS)
+
+
+@triton.jit
+def _store_bias(part, dq, dk, dv, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+    """Sums over the tokens of tiles ``[TOKENS * heads, BLOCK]``, for the biases of q, k and v."""
+    head = tl.arange(0, dq.shape[0] // TOKENS) * WIDTH
+    column = tl.arange(0, dq.shape[1])
+    inside = (head < HEADS * WIDTH)[:, None] & (column < WIDTH)[None, :]
+    place = part + head[:, None] + column[None, :]
+    tl.store(place, _over_tokens(dq, TOKENS), inside)
+    tl.store(place + HEADS * WIDTH, _over_tokens(dk, TOKENS), inside)
+    tl.store(place + 2 * HEADS * WIDTH, _over_tokens(dv, TOKENS), inside)
 
 
 @triton.jit
