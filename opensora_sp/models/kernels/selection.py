@@ -87,8 +87,8 @@ def chosen(name: str, like: Tensor) -> bool:
     if _setting == "torch":
         return False
 
-    # Fake tensors have the device that they stand for. Meta tensors stand for those of a GPU, whose
-    # operators the planner traces.
+    # Fake tensors have the device that they stand for. Meta tensors stand for tensors of a GPU; the
+    # planner traces its operators.
     if not (like.is_cuda or like.is_meta):
         return INTERPRETED and _setting == "triton" and like.device.type == "cpu"
 

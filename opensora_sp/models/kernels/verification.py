@@ -98,7 +98,7 @@ def compare(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Difference]:
-    """Compare the values and gradients of a call on a device with those of the reference."""
+    """Compare the values and gradients of a call on a device with its reference."""
     exact = results(reference, example, torch.float64, CPU, rounded=dtype)
     rounding = results(reference, example, dtype, CPU)
     with _without_tf32():

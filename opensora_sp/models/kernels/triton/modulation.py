@@ -73,7 +73,7 @@ class _Shares(NamedTuple):
 
     @property
     def local_entries(self) -> int:
-        """Entries from that of the first local row to that of the last one."""
+        """Number of entries, from the first local row's to the last local row's."""
         first_group = self.first // self.shared_rows
         end_group = triton.cdiv(self.first + self.local_rows, self.shared_rows)
         return (end_group - first_group) * (self.length // self.shared_length)
@@ -106,6 +106,9 @@ def _backward_programs(tokens: int) -> tuple[int, int, int]:
 
 def _constants(x: Tensor) -> dict[str, Any]:
     """What the kernels for tokens such as x are compiled for."""
+    # At a width of 1,152, 44 % of the lanes of a block of 2,048 are idle. Blocks of 1,024 and 128
+    # would take 114 registers in backward, not 128, but load the tail 16 bits at a time, and each
+    # line of the kernels would be there twice.
     block = triton.next_power_of_2(x.shape[-1])
     return dict(
         WIDTH=x.shape[-1],

@@ -1,10 +1,10 @@
 """Kernels of LayerNorm, modulation and residual connections; see ``modulation.py``.
 
-A rank's tokens are numbered in the order of the modulation's entries: those that share an entry
+A rank's tokens are numbered in the order of the modulation's entries: tokens with the same entry
 follow each other. A program works on consecutive ones, in pieces that share an entry, which is
-read once. In backward it sums the gradients of an entry over each piece in registers, and those of
-the branch's bias over all of them; a second kernel adds up pieces and programs. Both add in a fixed
-order, without atomics.
+read once. In backward it sums the gradients of an entry over each piece in registers, and the
+gradient of the branch's bias over all of them; a second kernel adds up pieces and programs. Both
+add in a fixed order, without atomics.
 
 Tokens that come from the other layout, and their gradients, are read where they lie: transposed.
 """
@@ -106,7 +106,7 @@ def _normalize(row, inside, WIDTH: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _bias(bias, columns, inside, WIDE: tl.constexpr):
-    """What is added to each token of a branch: zeros without a bias."""
+    """The bias that is added to each token of a branch, or zeros."""
     if bias is None:
         return tl.zeros([columns.shape[0]], WIDE)
     else:
@@ -358,8 +358,8 @@ def add_pieces_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add up the sums of pieces for each kind and entry, and, in the last programs, those of
-    programs for the bias."""
+    """Add up the sums of pieces for each kind and entry, and, in the last programs, the sums of
+    backward's programs for the bias."""
     counts = (length, shared_rows, shared_length, first, local_rows, large_programs, large, small)
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)

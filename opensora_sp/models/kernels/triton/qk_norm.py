@@ -3,8 +3,8 @@
 Both read queries and keys where the product of queries, keys and values left them, and values stay
 there. In activations of a token (C numbers): forward reads 2 and writes 2. Backward reads 5, the
 three gradients and the queries and keys, and writes 3, the gradient of the product. The product is
-kept for backward (3), beside the queries and keys that the attention keeps (2). Backward also sums
-the gradient of the bias of the linear layer that made the product.
+kept for backward (3), in addition to the queries and keys that the attention keeps (2). Backward
+also sums the gradient of the bias of the linear layer that made the product.
 
 They are not written over the product. Backward needs them as they were: dividing the weight out
 again fails where it is zero, and after the rotation a channel carries the rounding errors of its
@@ -53,8 +53,8 @@ def linear_qk_norm(
 class _QKNorm(torch.autograd.Function):
     """Returns values as a view, which operators cannot, so that one gradient of ``qkv`` is made.
 
-    The weight of the keys comes first. Its gradient then comes before that of the queries, as from
-    the reference: ZeRO sums gradients in the order in which they come.
+    The weight of the keys comes first. Its gradient then comes before the queries' one, as from the
+    reference: ZeRO sums gradients in the order in which they come.
     """
 
     @staticmethod
@@ -113,8 +113,8 @@ def _backward(
     eps: float,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of ``qkv``, and those of the weights of queries and keys and, if ``has_bias``,
-    of the bias of ``qkv``, one after the other: ``[D + D + 3 * H * D]``."""
+    """The gradient of ``qkv``; and, in one tensor ``[D + D + 3 * H * D]``, the gradients of the
+    weights of queries and keys and, if ``has_bias``, of the bias of ``qkv``."""
     call = _arguments(qkv, rotation)
     qkv = qkv.contiguous()
     grad_qkv = torch.empty_like(qkv)
@@ -219,8 +219,7 @@ def _forward_kernel(
     x *= _weights(q_weight, column, WIDTH, VECTORS, WIDE)
     y *= _weights(k_weight, column, WIDTH, VECTORS, WIDE)
     if rotation is not None:
-        place = token // length * row_step + token % length * position_step
-        at = _offsets(place, WIDTH, 0, column)
+        at = _offsets(_position(token, length, row_step, position_step), WIDTH, 0, column)
         cosine = tl.load(rotation + at, mask, other=0).to(WIDE)
         sine = tl.load(rotation + sine_step * WIDTH + at, mask, other=0).to(WIDE)
         x = _rotated(x, cosine, sine)
@@ -283,8 +282,7 @@ def _backward_kernel(
         dv = tl.load(grad_v + _offsets(token, v_step, head, column), mask, other=0)
 
         if rotation is not None:
-            place = token // length * row_step + token % length * position_step
-            at = _offsets(place, WIDTH, 0, column)
+            at = _offsets(_position(token, length, row_step, position_step), WIDTH, 0, column)
             cosine = tl.load(rotation + at, mask, other=0).to(WIDE)
             sine = tl.load(rotation + sine_step * WIDTH + at, mask, other=0).to(WIDE)
             # Back: the transpose of a rotation is its inverse.
@@ -334,6 +332,12 @@ def _over_tokens(total, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _position(token, length, row_step, position_step):
+    """The vector of a token in the table of rotations."""
+    return token // length * row_step + token % length * position_step
+
+
+@triton.jit
 def _offsets(index, step, start, column):
     """Of a tile, one row for each index."""
     return (index.to(tl.int64) * step + start)[:, None] + column[None, :]
@@ -357,7 +361,7 @@ def _normed(x, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm_gradient(grad, x, eps, WIDTH: tl.constexpr):
-    """The gradient of x, from that of ``x / rms``."""
+    """The gradient of x, from the gradient of ``x / rms``."""
     inverse = _inverse_rms(x, eps, WIDTH)
     normed = x * inverse
     mean = tl.sum(grad * normed, 1)[:, None] / WIDTH
