@@ -1,6 +1,5 @@
 """Triton's kernels of the modulation: interpreted, against their reference, and compiled."""
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 from capabilities import CAPABILITIES
 from interpreter import run_interpreted
+from waves import end_of
 
 from opensora_sp.models import kernels
 from opensora_sp.models.conditioning import Conditioning, Text
@@ -222,14 +222,6 @@ def largest_difference(wanted: torch.Tensor, ours: torch.Tensor) -> float:
 def test_any_range_of_rows_finds_its_entries(layout: str) -> None:
     for name, difference in run_interpreted(differences_of_local_rows, layout).items():
         assert difference < 1e-5, (name, difference)
-
-
-def end_of(programs: list[int], slots: int) -> int:
-    """When the last of the programs ends, each of which starts in the slot that is free first."""
-    ends = [0] * slots
-    for tokens in programs:
-        heapq.heapreplace(ends, ends[0] + tokens)
-    return max(ends)
 
 
 # Local tokens up to a limit, and how long the last slot may take, by the mean; as measured.

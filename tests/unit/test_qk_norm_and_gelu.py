@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from waves import end_of
 
 from opensora_sp.models import build_model
 from opensora_sp.models.kernels import linear_gelu, linear_qk_norm, qk_norm, using_kernels
@@ -156,6 +157,27 @@ def check_gelu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FAST_AND_SLOW)
 def test_gelu(dtype):
     run_interpreted(check_gelu, dtype)
+
+
+@pytest.mark.parametrize("width", [1152, 3072, 4608])
+@pytest.mark.parametrize("slots", [924, 798, 756])
+def test_programs_of_gelu_end_together_on_every_gpu(width: int, slots: int) -> None:
+    """Or one tile after the mean, which is the least that a program can have."""
+    from triton.runtime.jit import JITFunction
+
+    from opensora_sp.models.kernels.triton import gelu
+
+    for tokens in [*range(1, 20_000, 487), *range(20_000, 100_000, 9_973)]:
+        x, bias = (torch.empty(n, width, device="meta").bfloat16() for n in (tokens, 1))
+        with mock.patch.object(JITFunction, "run") as run:
+            gelu._backward(x, x, bias[0])
+        launch = run.call_args_list[0].kwargs
+        columns, parts = launch["grid"]
+        tiles = -(-tokens // launch["ROWS"])
+
+        programs = [len(range(part, tiles, parts)) for part in range(parts) for _ in range(columns)]
+        longest, mean = end_of(programs, slots), tiles * columns / slots
+        assert longest <= max(mean + 1, 1.15 * mean), (tokens, longest, mean)
 
 
 def check_sums() -> None:
