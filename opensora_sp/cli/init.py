@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Write the project, and print what to do next."""
+    from opensora_sp.checkpoint import check_vacant
     from opensora_sp.config import load_train_config
+    from opensora_sp.data.atomic import check_writable
 
     config = _shipped_config(args.config)
     cfg = load_train_config(config)
@@ -54,15 +56,16 @@ def run(args: argparse.Namespace) -> None:
             f"expected a config of one size; choose another one, such as {FIRST}"
         )
     folder = args.folder
-    _make_vacant(folder)
+    check_vacant(folder)
+    check_writable(folder, "the folder")
 
     name = _copy_configs(config, folder)
     _copy_prompts(config, folder / "prompts.txt")
     _write_clips(cfg, folder / cfg.dataset.manifest)
     script = folder / "run.sh"
     nproc = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
-    values = dict(manifest=cfg.dataset.manifest, config=name, outputs=cfg.outputs, nproc=nproc)
-    script.write_text(RUN.format(**values), encoding="utf-8")
+    names = dict(manifest=cfg.dataset.manifest, config=name, outputs=cfg.outputs, nproc=nproc)
+    script.write_text(RUN.format(**names), encoding="utf-8")
     script.chmod(0o755)
 
     sys.stdout.write(
@@ -88,23 +91,6 @@ def _shipped_config(name: str) -> Path:
     return by_name[name]
 
 
-def _make_vacant(folder: Path) -> None:
-    """Make the project's folder; raise ValueError if there is something already."""
-    problem = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            problem = "is not empty"
-    except OSError as error:
-        problem = f"cannot be written ({error})"
-
-    if problem:
-        raise ValueError(
-            f"got the folder {str(folder)!r}, which {problem}; expected a new one; choose another "
-            "name"
-        )
-
-
 def _copy_configs(config: Path, folder: Path) -> str:
     """Copy a config and those that it is based on; returns its path in the project."""
     from opensora_sp.common.files import shipped_name
@@ -126,7 +112,7 @@ def _copy_prompts(config: Path, target: Path) -> None:
 
 
 def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
-    """Write toy clips that fit a config, each beside its caption, and their manifest."""
+    """Write toy clips that fit a config, each with its caption, and their manifest."""
     from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
     from opensora_sp.data.index import relative_entries
 
@@ -138,6 +124,6 @@ def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
         write_video(clips / f"{number:04d}.mp4", clip.draw(num_frames, SIZE), fps=FPS)
         (clips / f"{number:04d}.txt").write_text(clip.caption + "\n", encoding="utf-8")
 
-    found = index_files(find_files(clips))
-    assert not found.corrupt
-    write_manifest(manifest, relative_entries(found.entries, manifest))
+    index = index_files(find_files(clips))
+    assert not index.corrupt
+    write_manifest(manifest, relative_entries(index.entries, manifest))

@@ -60,7 +60,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         Raises:
             ValueError: for another type.
         """
-        options = {key: value for key, value in scheduler.items() if key != "type"}
+        options = {key: scheduler[key] for key in scheduler if key != "type"}
         if scheduler.get("type", "rflow") != "rflow":
             raise ValueError(
                 f"got scheduler.type {scheduler['type']!r} for a pipeline of diffusers; expected "
@@ -72,9 +72,12 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         self, num_inference_steps: int | None, guidance_scale: float | None
     ) -> RectifiedFlow:
         """The process with other steps and guidance; None keeps what the config has."""
-        own = dict(num_sampling_steps=num_inference_steps, cfg_scale=guidance_scale)
-        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-        return replace(self.flow, **given)
+        changes: dict[str, Any] = {}
+        if num_inference_steps is not None:
+            changes["num_sampling_steps"] = num_inference_steps
+        if guidance_scale is not None:
+            changes["cfg_scale"] = guidance_scale
+        return replace(self.flow, **changes)
 
     def set_timesteps(
         self,
@@ -93,8 +96,8 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
             ValueError: without the geometry that a timestep transform needs.
         """
         flow = self.flow_of(num_inference_steps, None)
-        found = flow.sampling_timesteps(1, geometry, dtype=torch.float32, device="cpu")
-        timesteps = torch.stack([t[0] for t in found]).float()
+        steps = flow.sampling_timesteps(1, geometry, dtype=torch.float32, device="cpu")
+        timesteps = torch.cat(steps).float()
 
         self.num_inference_steps = flow.num_sampling_steps
         self.timesteps = timesteps.to(device)
