@@ -49,19 +49,23 @@ def _program_at(token, counts):
 
 
 @triton.jit
+def _row_group(group, counts):
+    """The first local row of rows that share entries, and how many of their tokens share each."""
+    _, shared_rows, shared_length, first, local_rows, _, _, _ = counts
+
+    # Some of the rows may come before the local ones, or after them.
+    row = group * shared_rows - first
+    begin, end = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
+    return begin, tl.maximum(end - begin, 0) * shared_length
+
+
+@triton.jit
 def _entry_tokens(entry, counts):
-    """The tokens of an entry: the first local row, the first token in each row, the number of the
-    first of them, and their count."""
-    length, shared_rows, shared_length, first, local_rows, _, _, _ = counts
+    """The first token of an entry, and the count of its tokens."""
+    length, _, shared_length, _, _, _, _, _ = counts
     entries_of_row = length // shared_length
-
-    # Of the rows that share the entry, some may come before the local ones or after them.
-    row = entry // entries_of_row * shared_rows - first
-    begin_row, end_row = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
-    count = tl.maximum(end_row - begin_row, 0) * shared_length
-
-    place = entry % entries_of_row
-    return begin_row, place * shared_length, begin_row * length + place * count, count
+    row, count = _row_group(entry // entries_of_row, counts)
+    return row * length + entry % entries_of_row * count, count
 
 
 @triton.jit
@@ -69,17 +73,18 @@ def _piece(begin, end, counts):
     """The tokens from ``begin`` to ``end`` that share an entry with the first of them.
 
     Returns:
-        The entry, its first local row and its first token in each row, and which of its tokens the
-        piece has: from a number to another one.
+        The entry, its first local row and its first token in each row, its first token, and the
+        end of the piece.
     """
     length, shared_rows, shared_length, first, _, _, _, _ = counts
-    row_entry = (begin // length + first) // shared_rows * (length // shared_length)
-    _, _, row_begin, count = _entry_tokens(row_entry, counts)
-    entry = row_entry + (begin - row_begin) // count
+    group = (begin // length + first) // shared_rows
+    row, count = _row_group(group, counts)
 
-    row, token, entry_begin, _ = _entry_tokens(entry, counts)
+    place = (begin - row * length) // count
+    entry = group * (length // shared_length) + place
+    entry_begin = row * length + place * count
     stop = tl.minimum(entry_begin + count, end)
-    return entry.to(tl.int64), row, token, entry_begin, stop
+    return entry.to(tl.int64), row, place * shared_length, entry_begin, stop
 
 
 @triton.jit
@@ -368,7 +373,7 @@ def add_pieces_kernel(
 
     if number < KINDS * entries:
         kind, entry = number // entries, number % entries
-        _, _, begin, count = _entry_tokens(entry, counts)
+        begin, count = _entry_tokens(entry, counts)
         start = _sums_row(_program_at(begin, counts), entry, counts)
         # Entries of other ranks have no tokens here, and no rows.
         stop = _sums_row(_program_at(begin + count - 1, counts), entry, counts) + 1
