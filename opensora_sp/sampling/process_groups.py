@@ -1,6 +1,6 @@
 """How many ranks share a batch in sampling, and which SP group samples which batches.
 
-The estimate is that of ``planner/micro_batch_time.py`` by the rates of ``parallel/cost_model.py``:
+The estimate is that of ``planner/seconds.py`` by the rates of ``parallel/cost_model.py``:
 seconds of the busiest rank for one step of each batch. Encoding, decoding and writing cost the same
 in all cases and are ignored.
 """
@@ -22,7 +22,7 @@ from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
 from opensora_sp.parallel.mesh import spans_nodes
-from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
+from opensora_sp.planner.seconds import ModelCosts, seconds_of
 
 from .requests import Request, batches_of
 
