@@ -223,7 +223,7 @@ def test_every_check_runs_on_the_stub() -> None:
     assert set(found.values()) <= {"ok", "FAIL", "skip"}
     # Nothing is computed there, so what passes would pass anything.
     assert not [name for name, verdict in found.items() if ": output" in name and verdict == "ok"]
-    assert {"float32", "bfloat16"} <= {gemm.dtypes[0] for gemm in recording.gemms}
+    assert {"float32", "bfloat16"} <= {gemm.dtype for gemm in recording.gemms}
 
 
 def test_kernels_need_a_gpu() -> None:
