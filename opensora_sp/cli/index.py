@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from opensora_sp.data import Limits, find_files, index_files, read_captions, write_manifest
-    from opensora_sp.data.index import check_captions, relative_entries
+    from opensora_sp.data import Limits, find_files, index_files, write_manifest
+    from opensora_sp.data.index import check_captions, read_captions, relative_entries
     from opensora_sp.data.manifest import check_suffix
 
     check_suffix(args.output)

@@ -2,9 +2,9 @@
 
 In each epoch, every clip is assigned to a bucket or dropped (``Buckets``). Each bucket is shuffled
 and cut into micro-batches, the last of which may be smaller. In the order ``by_cost``, all
-micro-batches are sorted by cost and cut into steps, and the steps are shuffled: those of a step
-cost about the same. In the order ``mixed``, all micro-batches are shuffled and cut into steps, so
-that a step has the mix of the set.
+micro-batches are sorted by cost and cut into steps, and the steps are shuffled, so that the
+micro-batches of a step cost about the same. In the order ``mixed``, all micro-batches are shuffled
+and cut into steps, so that a step has the mix of the set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class EntryCounts(NamedTuple):
-    """What an epoch has of a bucket entry."""
+    """Clips, micro-batches and shapes of a bucket entry in an epoch."""
 
     clips: int
     micro_batches: int
@@ -121,7 +121,7 @@ class BucketPlan:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of what the sequence depends on beside the seed, to be compared on resume."""
+        """A checksum of all that the sequence depends on but the seed, to be compared on resume."""
         options = repr((self.frame_interval, self.buckets.entries)).encode()
         columns = (self.num_frames, self.height, self.width)
         return f"{zlib.crc32(options + b''.join(c.tobytes() for c in columns)):08x}"

@@ -135,7 +135,7 @@ class StepLoader:
     def close(self) -> None:
         """Ask all workers to end at once; a ``DataLoader`` would wait 5 s for each busy one.
 
-        They have to exit with status 0 then, as those of ``runtime.init_worker`` do.
+        They have to exit with status 0 then, as ``runtime.processes.init_worker`` makes them do.
         """
         for worker in self._workers:
             worker.terminate()

@@ -1,4 +1,4 @@
-"""Which samples an optimizer step consumes: one sequence of micro-batches for every world size.
+"""Samples of each optimizer step: one sequence of micro-batches for every world size.
 
 An optimizer step is a list of at most ``micro_batches_per_step`` micro-batches, each of clips of
 one shape. Which clips these are depends on (seed, epoch) and the data set, never on the number of
@@ -145,9 +145,9 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 def snake_order(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
     """For each replica the indices in ``costs`` of its micro-batches, all equally many.
 
-    Replicas average gradients after each micro-batch, so those of one round shall cost the same.
-    Rounds are cut from the order of decreasing costs and distributed in snake order: every second
-    round in reverse. In the last round, replicas without a micro-batch get None.
+    Replicas average gradients after each micro-batch, so the micro-batches of a round
+    shall cost the same. Rounds are cut from the order of decreasing costs and distributed in snake
+    order: every second round in reverse. In the last round, replicas without one get None.
     """
     order: list[int | None] = [*sorted(range(len(costs)), key=lambda index: -costs[index])]
     order += [None] * (-len(order) % num_replicas)
@@ -161,14 +161,15 @@ def micro_batches_of(
     micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int
 ) -> list[MicroBatch | None]:
     """One replica's micro-batches of a step, round by round; None where it has none left."""
-    indices = snake_order([one.cost for one in micro_batches], num_replicas)[replica]
+    costs = [micro_batch.cost for micro_batch in micro_batches]
+    indices = snake_order(costs, num_replicas)[replica]
     return [None if index is None else micro_batches[index] for index in indices]
 
 
 class ReadRequest(NamedTuple):
-    """What a worker reads and draws for a micro-batch.
+    """Request to a worker to read and draw for a micro-batch.
 
-    ``samples`` are those that this rank reads, ``latent_size`` is (frames, height, width).
+    ``samples`` are read by this rank, ``latent_size`` is (frames, height, width).
     ``group`` computes the micro-batch; None stands for the replica of a fixed degree.
     """
 
@@ -176,6 +177,11 @@ class ReadRequest(NamedTuple):
     samples: list[Sample]
     latent_size: tuple[int, int, int] | None = None
     group: RankGroup | None = None
+
+
+def whole_request(micro_batch: MicroBatch) -> ReadRequest:
+    """The request for all samples of a micro-batch."""
+    return ReadRequest(micro_batch, micro_batch.samples)
 
 
 class RankBatches(Protocol):
@@ -212,10 +218,11 @@ class ReplicaBatches:
         stop: int,
         replica: int,
         num_replicas: int,
-        request_of: Callable[[MicroBatch], ReadRequest] = lambda one: ReadRequest(one, one.samples),
+        request_of: Callable[[MicroBatch], ReadRequest] | None = None,
     ) -> None:
         self.plan, self.steps = plan, range(start, stop)
-        self.replica, self.num_replicas, self.request_of = replica, num_replicas, request_of
+        self.replica, self.num_replicas = replica, num_replicas
+        self.request_of = request_of or whole_request
 
     def count(self, step: int) -> int:
         """Micro-batches that each replica computes in a step, idle rounds included."""
@@ -224,6 +231,6 @@ class ReplicaBatches:
     def __iter__(self) -> Iterator[ReadRequest]:
         for step in self.steps:
             micro_batches = self.plan.step(step)
-            idle = min(micro_batches, key=lambda one: one.cost)._replace(ids=())
+            idle = min(micro_batches, key=lambda micro_batch: micro_batch.cost)._replace(ids=())
             for assigned in micro_batches_of(micro_batches, self.replica, self.num_replicas):
                 yield self.request_of(idle if assigned is None else assigned)

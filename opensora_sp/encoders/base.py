@@ -31,7 +31,7 @@ class LatentEncoder(Protocol):
     the frames that a part shares with the one before it.
 
     A class whose construction loads weights gives a classmethod ``planned_latent_size(num_frames,
-    height, width, **options)`` beside ``latent_size``, which the planner calls instead.
+    height, width, **options)`` as well as ``latent_size``, which the planner calls instead.
     """
 
     channels: int

@@ -38,6 +38,7 @@ from opensora_sp.data.cache_files import (
     INDEX,
     MANIFEST,
     MANIFEST_CHECKSUM,
+    FileState,
     Key,
     Shard,
     ShardContent,
@@ -47,7 +48,6 @@ from opensora_sp.data.cache_files import (
     read_sealed,
     sealed,
 )
-from opensora_sp.data.file_state import FileState
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.process_group import join_processes
@@ -138,8 +138,8 @@ class CacheWriter:
 
         for path in (folder / INDEX, folder / UNFINISHED):
             if path.is_file():
-                found = read_sealed(folder, path.name)["made_of"]
-                check_made_of(found, self.made_of, str(folder))
+                made = read_sealed(folder, path.name)["made_of"]
+                check_made_of(made, self.made_of, str(folder))
                 break
         self.former = self.shards()
         # No rank writes before all have checked.
@@ -152,13 +152,13 @@ class CacheWriter:
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
         shards, changed = self.former, self._changed()
-        of_former: set[Key] = set().union(*(shard.fps for shard in self.former))
+        encoded_before: set[Key] = set().union(*(shard.fps for shard in self.former))
         while True:
-            own = shards[len(self.former) :]
-            new: set[Key] = set().union(*(shard.fps for shard in own))
-            encoded = (of_former - changed) | new
+            new_shards = shards[len(self.former) :]
+            new: set[Key] = set().union(*(shard.fps for shard in new_shards))
+            encoded = (encoded_before - changed) | new
             # What a former run has found to be corrupt is tried again.
-            corrupt: set[Key] = set().union(*(shard.corrupt for shard in own))
+            corrupt: set[Key] = set().union(*(shard.corrupt for shard in new_shards))
             used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
 
             done = encoded | corrupt
@@ -191,23 +191,19 @@ class CacheWriter:
             check_files(self.folder, [path.name for path in paths])
         shards = [Shard.read(path) for path in paths]
         for shard in shards:
-            if shard.made_of:
-                check_made_of(shard.made_of, self.made_of, str(shard.path))
+            check_made_of(shard.made_of, self.made_of, str(shard.path))
         return shards
 
     def _changed(self) -> set[Key]:
-        """What was encoded of files that have another content now. Collective."""
-        states: dict[Key, list[list[int]]] = {}
+        """Encoded clips whose files have another content now. Collective."""
+        states: dict[Key, list[FileState]] = {}
         for shard in self.former:
-            states |= {key: [] for key in shard.fps} | shard.files
+            states |= shard.files
 
-        own = []
-        for key in sorted(states)[self.rank :: self.world]:
-            pairs = zip(states[key], self._files(key[0]))
-            if not all(FileState(*state).is_of(path) for state, path in pairs):
-                own.append(key)
+        compared = sorted(states)[self.rank :: self.world]
+        differing = [key for key in compared if not self._has_states(key[0], states[key])]
         gathered: list[list[Key]] = [[] for _ in range(self.world)]
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, differing)
 
         changed = set(chain.from_iterable(gathered))
         if changed:
@@ -215,13 +211,17 @@ class CacheWriter:
             logger.warning(message, len(changed), self.folder)
         return changed
 
+    def _has_states(self, clip: int, states: list[FileState]) -> bool:
+        pairs = zip(states, self._files(clip), strict=True)
+        return all(state.is_of(path) for state, path in pairs)
+
     def _files(self, clip: int) -> list[Path]:
-        """What is read of a clip."""
+        """The files that are read for a clip."""
         rows = self.dataset.rows
         return [rows[clip].path, *rows.files_of(clip).values()]
 
     def _write_shards(self, todo: dict[int, list[ClipShape]], shards: list[Shard]) -> None:
-        """Write this rank's shards; those of all ranks together hold ``todo``. Collective."""
+        """Write this rank's shards; the shards of all ranks together hold ``todo``. Collective."""
         with_caption: set[int] = set().union(*(shard.texts for shard in shards))
         clips = list(todo)
         parts = [clips[i : i + CLIPS_PER_SHARD] for i in range(0, len(clips), CLIPS_PER_SHARD)]
@@ -244,14 +244,14 @@ class CacheWriter:
         # All ranks have listed the same shards before one writes a new one.
         dist.barrier()
         newest = _number(shards[-1].path) if shards else -1
-        for number, of_shard in batches.items():
-            self._write_shard(newest + 1 + number, of_shard, loader, with_caption)
+        for number, batches_of_shard in batches.items():
+            self._write_shard(newest + 1 + number, batches_of_shard, loader, with_caption)
             done, total = len(shards) + number + 1, len(shards) + len(parts)
             logger.info("feature cache: shard %d of %d", done, total)
         dist.barrier()
 
     def _batches(self, todo: dict[int, list[ClipShape]]) -> list[list[Sample]]:
-        """What is read and encoded together: clips of one shape, as many as fit."""
+        """Batches to read and encode together: clips of one shape, as many as fit."""
         by_shape: dict[ClipShape, list[int]] = {}
         for clip, shapes in todo.items():
             for shape in shapes:
@@ -276,22 +276,22 @@ class CacheWriter:
         content = ShardContent(self.made_of)
         for samples in batches:
             read: dict[Key, Clip] = {}
-            for sample, item in zip(samples, next(loader), strict=True):
-                if isinstance(item, CorruptSample):
-                    content.corrupt[sample.clip, sample.shape] = item.path, item.reason
+            for sample, clip in zip(samples, next(loader), strict=True):
+                if isinstance(clip, CorruptSample):
+                    content.corrupt[sample.clip, sample.shape] = clip.path, clip.reason
                     message = "skipped in the feature cache: %s (%s)"
-                    logger.warning(message, item.path, item.reason, extra=RANK_LOCAL)
+                    logger.warning(message, clip.path, clip.reason, extra=RANK_LOCAL)
                 else:
-                    read[sample.clip, sample.shape] = item
+                    read[sample.clip, sample.shape] = clip
 
             encoded = self.encoders.latents(list(read.values()))
             content.latents |= zip(read, (z.cpu() for z in encoded), strict=True)
             content.fps |= {key: clip.fps for key, clip in read.items()}
             content.extra |= {key: clip.extra for key, clip in read.items()}
             for key in read:
-                content.files[key] = [list(FileState.of(path)) for path in self._files(key[0])]
+                content.files[key] = [FileState.of(path) for path in self._files(key[0])]
 
-            new = {clip: item for (clip, _), item in read.items() if clip not in with_caption}
+            new = {key[0]: clip for key, clip in read.items() if key[0] not in with_caption}
             content.texts |= zip(new, self.encoders.text_features(list(new.values())), strict=True)
             with_caption.update(new)
 
@@ -319,7 +319,7 @@ class CacheWriter:
         logger.info(
             "feature cache %s: latents of %d clips in %d shapes, %d captions, %d corrupt",
             self.folder,
-            sum(len(one["clips"]) for one in index["latents"].values()),
+            sum(len(columns["clips"]) for columns in index["latents"].values()),
             len(shapes),
             len(index["texts"]["clips"]),
             len(index["broken"]),
@@ -330,5 +330,5 @@ def _number(shard: Path) -> int:
     return int(shard.stem.removeprefix("shard-"))
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value) + "\n").encode()
+def _json(content: Any) -> bytes:
+    return (json.dumps(content) + "\n").encode()

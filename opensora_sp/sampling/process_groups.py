@@ -1,6 +1,6 @@
-"""How many ranks share a batch in sampling, and which SP group samples which batches.
+"""SP groups of a sampling run: their size and batches, and the placement of the encoders' weights.
 
-The estimate is that of ``planner/micro_batch_time.py`` by the rates of ``parallel/cost_model.py``:
+``planner/micro_batch_time.py`` estimates by the rates of ``parallel/cost_model.py``:
 seconds of the busiest rank for one step of each batch. Encoding, decoding and writing cost the same
 in all cases and are ignored.
 """
@@ -8,10 +8,13 @@ in all cases and are ignored.
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from opensora_sp.common.tensors import DTYPES
@@ -22,10 +25,14 @@ from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
 from opensora_sp.parallel.mesh import spans_nodes
+from opensora_sp.planner.batches import BatchSpec
 from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
+from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.sampling_memory import FREE_SHARE
 
 from .requests import Request, batches_of
 
+logger = logging.getLogger(__name__)
 Batch = list[Request]
 
 
@@ -97,28 +104,29 @@ def choose_groups(
 def find_ranks_of_hosts() -> set[int]:
     """The numbers of ranks that hosts have. Collective.
 
-    A rank knows that of its own host only, and all have to choose alike. Without a launcher that
+    A rank knows the number of its host only, and all have to choose alike. Without a launcher that
     sets it, there is one host.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    found = [own] * world_size
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    ranks_of_hosts = [ranks_here] * world_size
     if dist.is_initialized():
-        dist.all_gather_object(found, own)
-    return set(found)
+        dist.all_gather_object(ranks_of_hosts, ranks_here)
+    return set(ranks_of_hosts)
 
 
 def _spanning(world_size: int, ranks_of_hosts: Collection[int]) -> dict[int, bool]:
-    """Whether groups lie on several nodes, by their sizes; of sizes for which all ranks find the
-    same (``SequenceMesh``).
+    """Sizes of groups, and True for a size whose groups lie on several nodes.
+
+    Only sizes for which all ranks find the same (``SequenceMesh``).
     """
-    found = {}
+    spanning = {}
     for n in range(1, world_size + 1):
         if world_size % n == 0:
             seen = {spans_nodes(world_size, n, count) for count in ranks_of_hosts}
             if len(seen) == 1:
-                found[n] = seen.pop()
-    return found
+                spanning[n] = seen.pop()
+    return spanning
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
@@ -164,3 +172,45 @@ def _seconds_by_shape(
         )
 
     return lambda batch: seconds(batch[0].shape, len(batch))
+
+
+def free_memory(device: torch.device) -> float:
+    """Free bytes of the GPU with the fewest. Collective, since ranks have to choose alike."""
+    free, _ = torch.cuda.mem_get_info(device)
+    least = torch.tensor(free, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least)
+
+
+def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> InferenceConfig:
+    """The config with encoders whose peak fits into the free bytes, if any does; logs the choice.
+
+    Settings of ``offload`` stay as they are.
+    """
+    spec = largest_batch(groups)
+    cfg = cfg.model_copy(update=dict(sp_size=groups.sp_size))
+    run = RunEstimator(cfg, groups.sp_size, free)
+    memory = run.memory_of(run.latents(spec), groups.sp_size)
+    chosen, estimate = run.sampling_memory(spec, memory)
+
+    logger.info("memory, of %.3f GB free: %s", free / 1e9, estimate.describe())
+    if estimate.peak > FREE_SHARE * free:
+        logger.warning(
+            "got %.3f GB of free GPU memory; expected %.3f GB for %d videos of %d frames, %dx%d; "
+            "lower batch_size, num_frames or the resolution, or start more processes",
+            free / 1e9,
+            estimate.peak / FREE_SHARE / 1e9,
+            spec.batch_size,
+            spec.num_frames,
+            *spec.image_size,
+        )
+    return chosen
+
+
+def largest_batch(groups: Groups) -> BatchSpec:
+    """A batch of the largest number of videos and of the largest shape."""
+    batches = [batch for group in groups.batches for batch in group]
+    num_frames, *size = max((batch[0].shape for batch in batches), key=math.prod)
+    height, width = size
+    return BatchSpec(max(map(len, batches)), num_frames, (height, width))

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from opensora_sp.data import Assigned, MicroBatch, ScheduledBatches, snake_order
-from opensora_sp.data.sampler import RankBatches
+from opensora_sp.data import Assigned, MicroBatch, ScheduledBatches
+from opensora_sp.data.sampler import RankBatches, snake_order
 from opensora_sp.data.schedule import Seconds
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import RankGroup

@@ -38,9 +38,7 @@ def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet
         return None
 
     cfg, state = recorded(cfg, checkpoint), read_json(checkpoint / "state.json")
-    plan = make_plan(
-        cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
-    )
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"])
     cfg = with_length(cfg, plan)
     if state["step"] < cfg.max_steps:
         return None

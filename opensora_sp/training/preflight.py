@@ -79,7 +79,7 @@ def preflight(
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
     cfg = provisional(cfg, checkpoint)
     per_step = micro_batches_of_step(cfg, {}, world_size)
-    plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+    plan = make_plan(cfg, dataset, per_step)
     cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
         check_cache(cfg, dataset)
@@ -141,9 +141,7 @@ def check_resume(
     if former != cfg.loss_weight:
         message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
         logger.warning(message, cfg.loss_weight, former, checkpoint)
-    plan = make_plan(
-        cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
-    )
+    plan = make_plan(cfg, dataset, state["micro_batches_per_step"])
     ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step

@@ -16,8 +16,7 @@ from opensora_sp.data import (
     ScheduledBatches,
 )
 from opensora_sp.data.sampler import RankBatches
-from opensora_sp.features.build import Work
-from opensora_sp.features.group_seconds import GroupSeconds
+from opensora_sp.features.build import GroupSeconds, Work
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.rank_groups import group_sizes

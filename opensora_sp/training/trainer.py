@@ -14,10 +14,11 @@ from torch.profiler import record_function
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import LoadedBatch, StepBatches, StepLoader
+from opensora_sp.data import StepLoader
+from opensora_sp.data.loader import LoadedBatch, StepBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
 from opensora_sp.diffusion import rank_loss, samples_of_mean
-from opensora_sp.features.batch import Batch, BatchMaker
+from opensora_sp.features.batch import Batch, BatchMaker, DrawConfig
 from opensora_sp.features.build import (
     TrainingSet,
     Work,
@@ -28,7 +29,6 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks, reporting_compilation
@@ -108,7 +108,7 @@ class Trainer:
         self.asked_to_stop = False
 
         per_step = micro_batches_of_step(cfg, state, self.mesh.world_size)
-        self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+        self.plan = make_plan(cfg, dataset, per_step)
         self.cfg = with_length(cfg, self.plan)
         self._build_data_path(reserved=encoders)
         self.schedule = schedule_state(self.mesh, self.options, self.rank_batches)

@@ -27,7 +27,7 @@ from opensora_sp.data import (
     Sample,
     StepLoader,
 )
-from opensora_sp.features.draws import DrawConfig
+from opensora_sp.features.batch import DrawConfig
 
 pytestmark = requires_stub
 

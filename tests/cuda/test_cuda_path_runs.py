@@ -144,7 +144,7 @@ def on_sampling(folder):
 
     steps = []
 
-    def on_step():
+    def on_step(*_):
         steps.append(len(steps) + 1)
         phase(f"after step {steps[-1]}")
 

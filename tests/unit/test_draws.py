@@ -19,8 +19,8 @@ from opensora_sp.data import (
     StepLoader,
 )
 from opensora_sp.data.randomness import normal, uniform
-from opensora_sp.features import draws as module
-from opensora_sp.features.draws import DrawConfig, Draws
+from opensora_sp.features import batch as module
+from opensora_sp.features.batch import DrawConfig, Draws
 
 SHAPE, LATENT_SIZE = ClipShape(7, 28, 20), (7, 7, 5)
 MODEL = SimpleNamespace(class_dropout_prob=0.4, drop_path=0.3, depth=3, patch_size=(2, 2, 2))

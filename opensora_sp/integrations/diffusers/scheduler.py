@@ -1,6 +1,6 @@
 """Rectified flow as a scheduler of diffusers.
 
-The Euler steps are those of diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
+The Euler steps equal diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
 ``RectifiedFlow``. It is no subclass: its config would have a ``shift`` and other settings that
 change nothing here.
 """
