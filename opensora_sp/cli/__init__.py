@@ -10,44 +10,16 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
+from importlib import import_module
 
 from opensora_sp import __version__
 from opensora_sp.common.console import Parser, exit_on_interrupt, log_to_terminal, report_errors
-from opensora_sp.runtime.launchers import end_with_launchers
+from opensora_sp.runtime.processes import end_with_launchers
 
-from . import (
-    config,
-    convert,
-    doctor,
-    eval,
-    index,
-    init,
-    plan,
-    precompute,
-    sample,
-    studio,
-    train,
-    verify,
-)
-
-# The usual path, in its order.
-PATH = {
-    "init": init,
-    "index": index,
-    "precompute": precompute,
-    "train": train,
-    "sample": sample,
-    "eval": eval,
-}
-COMMANDS = {
-    **PATH,
-    "studio": studio,
-    "plan": plan,
-    "verify": verify,
-    "config": config,
-    "convert": convert,
-    "doctor": doctor,
-}
+# The usual path, in its order, and then tools.
+PATH = ("init", "index", "precompute", "train", "sample", "eval")
+TOOLS = ("studio", "plan", "verify", "config", "convert", "doctor")
+COMMANDS = {name: import_module(f"opensora_sp.cli.{name}") for name in (*PATH, *TOOLS)}
 # Runs on one process or on several, which a launcher starts.
 RUNS = ("precompute", "train", "sample", "eval")
 DESCRIPTION = f"""\
@@ -68,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log_to_terminal()
 
     args = command_line(name).parse_args(words)
+    args.words = words
     with report_errors():
         COMMANDS[args.command].run(args)
 

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> None:
     _write_clips(cfg, folder / cfg.dataset.manifest)
     script = folder / "run.sh"
     nproc = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
-    values = dict(manifest=cfg.dataset.manifest, config=name, outputs=cfg.outputs, nproc=nproc)
-    script.write_text(RUN.format(**values), encoding="utf-8")
+    names = dict(manifest=cfg.dataset.manifest, config=name, outputs=cfg.outputs, nproc=nproc)
+    script.write_text(RUN.format(**names), encoding="utf-8")
     script.chmod(0o755)
 
     sys.stdout.write(
@@ -126,7 +126,7 @@ def _copy_prompts(config: Path, target: Path) -> None:
 
 
 def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
-    """Write toy clips that fit a config, each beside its caption, and their manifest."""
+    """Write toy clips that fit a config, each with its caption, and their manifest."""
     from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
     from opensora_sp.data.index import relative_entries
 
@@ -138,6 +138,6 @@ def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
         write_video(clips / f"{number:04d}.mp4", clip.draw(num_frames, SIZE), fps=FPS)
         (clips / f"{number:04d}.txt").write_text(clip.caption + "\n", encoding="utf-8")
 
-    found = index_files(find_files(clips))
-    assert not found.corrupt
-    write_manifest(manifest, relative_entries(found.entries, manifest))
+    index = index_files(find_files(clips))
+    assert not index.corrupt
+    write_manifest(manifest, relative_entries(index.entries, manifest))

@@ -15,19 +15,10 @@ EXAMPLE = "opensora-sp studio outputs"
 def parser() -> argparse.ArgumentParser:
     parser = Parser(description=HELP)
     add = parser.add_argument
-    add(
-        "runs",
-        nargs="*",
-        default=["outputs"],
-        metavar="FOLDER",
-        help="folders that hold runs; no others are read (default: outputs)",
-    )
-    add(
-        "--outputs",
-        default="studio",
-        metavar="DIR",
-        help="folder for sampled videos and uploads (default: studio)",
-    )
+    runs = "folders that hold runs; no others are read (default: outputs)"
+    add("runs", nargs="*", default=["outputs"], metavar="FOLDER", help=runs)
+    outputs = "folder for sampled videos and uploads (default: studio)"
+    add("--outputs", default="studio", metavar="DIR", help=outputs)
     add("--nproc", type=int, default=1, metavar="N", help="processes that sample (default: 1)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=7860, help="port; 0 takes a free one (default: 7860)")

@@ -12,31 +12,18 @@ EXAMPLE = "torchrun --nproc_per_node 2 -m opensora_sp.cli train configs/demo/fir
 
 def parser() -> argparse.ArgumentParser:
     parser = config_arguments(HELP)
-    parser.add_argument(
-        "--resume",
-        metavar="auto|none|PATH",
-        help="resume from the newest checkpoint in the run's folder, or from a given one; none "
-        "starts from step 0 in a folder of checkpoints that cannot be resumed",
+    add = parser.add_argument
+    resume = (
+        "resume from the newest checkpoint in the run's folder, or from a given one; none starts "
+        "from step 0 in a folder of checkpoints that cannot be resumed"
     )
-    parser.add_argument(
-        "--accept-new-data",
-        action="store_true",
-        help="resume also if the manifest is not the one that the checkpoint was written with",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="STEPS",
-        help="write a trace of a step (3) or of several (10-12) into the run's folder",
-    )
-    parser.add_argument(
-        "--wandb",
-        type=parse_bool,
-        nargs="?",
-        const=True,
-        metavar="True|False",
-        help="log to W&B or not",
-    )
-
+    add("--resume", metavar="auto|none|PATH", help=resume)
+    new_data = "resume also if the manifest is not the one that the checkpoint was written with"
+    add("--accept-new-data", action="store_true", help=new_data)
+    profile = "write a trace of a step (3) or of several (10-12) into the run's folder"
+    add("--profile", metavar="STEPS", help=profile)
+    wandb = "log to W&B or not"
+    add("--wandb", type=parse_bool, nargs="?", const=True, metavar="True|False", help=wandb)
     add_allow_pickle(parser)
     return parser
 

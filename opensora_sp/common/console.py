@@ -24,8 +24,7 @@ RANK_LOCAL = {"is_rank_local": True}
 # Set once this process exits: code that runs at its end cannot ask Python for it.
 exit_status: int | None = None
 CONFIG_HELP = (
-    "config file, Python in mmengine's style; those of the package, configs/..., are found in "
-    "every folder"
+    "config file, Python in mmengine's style; the package's, configs/..., are found in every folder"
 )
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -108,6 +107,12 @@ def config_arguments(description: str, *, needs_config: bool = True) -> argparse
     parser = Parser(description=description)
     number = None if needs_config else "?"
     parser.add_argument("config", nargs=number, help=CONFIG_HELP)
+    add_cfg_options(parser)
+    return parser
+
+
+def add_cfg_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option that overrides values of the config."""
     parser.add_argument(
         "--cfg-options",
         nargs="+",
@@ -117,7 +122,6 @@ def config_arguments(description: str, *, needs_config: bool = True) -> argparse
         help="override config values, for example sp_size=4 optimizer.lr=1e-5; values are Python "
         "literals or text",
     )
-    return parser
 
 
 def add_allow_pickle(parser: argparse.ArgumentParser) -> None:

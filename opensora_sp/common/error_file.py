@@ -68,16 +68,16 @@ def _marker(file: str) -> Path | None:
 
 def _claim(marker: Path) -> bool:
     """Create the link unless it exists; returns whether this process did, or no process can."""
-    own = str(os.getpid())
+    pid = str(os.getpid())
     try:
         if _is_stale(marker):
             marker.unlink(missing_ok=True)
 
         # A link, not a file: it has its content from the moment on at which others can see it.
-        os.symlink(own, marker)
+        os.symlink(pid, marker)
         return True
     except FileExistsError:
-        return _read_pid(marker) in (own, "")
+        return _read_pid(marker) in (pid, "")
     except OSError:
         return True
 
@@ -108,8 +108,7 @@ def _is_running(pid: str) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 0.05) -> bool:
-    """Poll until a condition holds, every
-    ``interval`` seconds, for ``timeout`` seconds at most; return True if it does."""
+    """Poll every ``interval`` seconds until a condition holds; False if ``timeout`` passes."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

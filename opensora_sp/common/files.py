@@ -66,8 +66,8 @@ def read_json(
         ValueError: if it is larger than ``max_bytes``, nested deeper than ``MAX_DEPTH``, or not
             JSON.
     """
-    data = read_small_file(path, max_bytes, "JSON")
-    return parse_json(data, str(path), object_hook=object_hook)
+    text = read_small_file(path, max_bytes, "JSON")
+    return parse_json(text, str(path), object_hook=object_hook)
 
 
 def parse_json(
@@ -109,17 +109,17 @@ def read_small_file(path: str | Path, max_bytes: int, what: str) -> bytes:
         OSError: if it cannot be read.
         ValueError: if it is larger.
     """
-    data = bytearray()
+    content = bytearray()
     with open_regular(path) as file:
         # In parts: a read reserves memory for all that it may return.
-        while len(data) <= max_bytes and (part := file.read(1 << 16)):
-            data += part
-    if len(data) > max_bytes:
+        while len(content) <= max_bytes and (part := file.read(1 << 16)):
+            content += part
+    if len(content) > max_bytes:
         raise ValueError(
             f"got {path} of more than {max_bytes:,} bytes; expected {what} of at most so many; "
             "check that it is the right file, or split it"
         )
-    return bytes(data)
+    return bytes(content)
 
 
 def _is_deep(text: str) -> bool:
@@ -144,7 +144,7 @@ SHIPPED = Path(__file__).parent.parent / FOLDER
 
 
 def or_shipped(path: str | Path) -> Path:
-    """A path as it is if it exists, else that of the package's file of this name if there is one.
+    """A path as it is if it exists, else of the package's file of this name if there is one.
 
     Logs which file is taken from the package.
     """

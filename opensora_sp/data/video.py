@@ -161,7 +161,7 @@ def count_frames(
     """Frames of a file: its packets without those that an edit list removes. Nothing is decoded.
 
     Raises:
-        As ``read_video``.
+        ValueError: as ``read_video`` does.
     """
     budget = Budget.of(time_limit, limits)
     return budget.run(partial(_count_frames, path, budget))

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from opensora_sp.compile_cache import use_triton_cache
 from opensora_sp.models import kernels as kernels_package
-from opensora_sp.models.compile_cache import use_triton_cache
 from opensora_sp.models.kernels import Kernels, check_kernels, selection, set_kernels
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.verification import OBSTACLES, obstacle, verify_kernel

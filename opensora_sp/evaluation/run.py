@@ -35,8 +35,7 @@ from opensora_sp.features.build import make_encoders
 from opensora_sp.features.same_clips import agree_on_clips, by_name
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.process_group import join_processes
-from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.run import (
     found_at,
@@ -104,9 +103,10 @@ def evaluate(settings: Settings) -> Evaluation:
     with raise_on_all_ranks():
         cfg, sources, dataset, buckets = preflight(settings)
         compared = compared_settings(settings, cfg, sources)
-    device = join_processes(compared, alone=True)
+    store = join_rendezvous(compared)
 
-    with closing_process_group(), Watchdog(grace_time=0):
+    with closing_process_group(), Watchdog(store, grace_time=0):
+        device = start_process_group(store, alone=True)
         agree_on_clips(by_name(dataset.fingerprint, "--manifest"))
         found = _evaluate(settings, cfg, sources, dataset, buckets, device)
         drain_process_group()

@@ -50,9 +50,8 @@ from opensora_sp.data.cache_files import (
 )
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.process_group import join_processes
 from opensora_sp.runtime.processes import init_worker
-from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
 from .build import make_dataset, make_encoders, make_plan, micro_batches_of_step, with_length
@@ -88,12 +87,16 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
     assert isinstance(dataset, VideoTextDataset)
 
-    timeout = backend_timeout(cfg.collective_timeout)
-    device = join_processes(compared, timeout=timeout, alone=True)
+    store = join_rendezvous(compared)
     watchdog = Watchdog(
-        peer_timeout=cfg.peer_timeout, collective_timeout=cfg.collective_timeout, grace_time=0.0
+        store,
+        peer_timeout=cfg.peer_timeout,
+        collective_timeout=cfg.collective_timeout,
+        grace_time=0.0,
     )
     with closing_process_group(), watchdog:
+        timeout = backend_timeout(cfg.collective_timeout)
+        device = start_process_group(store, timeout=timeout, alone=True)
         agree_on_clips(by_name(dataset.fingerprint))
         plan = make_plan(cfg, dataset, micro_batches_of_step(cfg, {}, dist.get_world_size()))
         encoders = make_encoders(cfg, device)

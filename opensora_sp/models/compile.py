@@ -22,7 +22,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from .compile_cache import use_compile_cache
+from opensora_sp.compile_cache import use_compile_cache
+
 from .conditioning import Condition, RowText
 
 logger = logging.getLogger(__name__)

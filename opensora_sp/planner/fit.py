@@ -62,7 +62,7 @@ class FittedBatch:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether ``seconds`` differ by at most a tenth, or by less than one clip takes."""
+        """True if ``seconds`` differ by at most a tenth, or by less than one clip takes."""
         seconds_missing = -self.deviation * self.seconds / (1 + self.deviation)
         within_a_clip = 0 <= seconds_missing <= self.seconds / self.batch.batch_size
         within_tolerance = abs(self.deviation) <= TOLERANCE
@@ -72,7 +72,7 @@ class FittedBatch:
 @dataclass(frozen=True)
 class Fit:
     """Batches that fit into ``memory`` bytes of each device, of which ``communicators`` are taken
-    by those beside the largest; ``seconds`` is the common time.
+    by all but the largest; ``seconds`` is the common time.
     """
 
     memory: float
@@ -83,15 +83,15 @@ class Fit:
     @property
     def sizes(self) -> dict[str, int]:
         """The batch size of each bucket by its name."""
-        return {one.name: one.batch.batch_size for one in self.batches}
+        return {fitted.name: fitted.batch.batch_size for fitted in self.batches}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        values = asdict(self)
-        for one, shown in zip(self.batches, values["batches"], strict=True):
-            shown["is_balanced"] = one.is_balanced
-            shown["memory"]["peak"]["needed"] = one.memory.peak.needed
-        return values
+        content = asdict(self)
+        for fitted, shown in zip(self.batches, content["batches"], strict=True):
+            shown["is_balanced"] = fitted.is_balanced
+            shown["memory"]["peak"]["needed"] = fitted.memory.peak.needed
+        return content
 
 
 def fit(
@@ -109,8 +109,8 @@ def fit(
     """Choose batch sizes for the buckets of a config, or for its one shape.
 
     Args:
-        memory: bytes of a device. A step may take ``checkpointing.budget_of`` of what is left
-            beside all but the largest communicator of a rank.
+        memory: bytes of a device. A step may take ``checkpointing.budget_of`` of it, less all
+            but the largest communicator of a rank.
         names: of the buckets; None is all of them.
         gpus_per_node: by which exchanges use the network.
         device: "cuda" or "cpu".
@@ -144,10 +144,10 @@ def fit(
     _check_all_fit(lacking, memory)
 
     # Buckets that only the limit keeps short, such as small images, do not shorten the others.
-    by_memory = [one for one in buckets.values() if not one.is_limited]
+    by_memory = [bucket for bucket in buckets.values() if not bucket.is_limited]
     deciding = by_memory or list(buckets.values())
     common = common_time([bucket.times for bucket in deciding])
-    fitted = [one.fitted(name, common) for name, one in buckets.items()]
+    fitted = [bucket.fitted(name, common) for name, bucket in buckets.items()]
     return Fit(memory, memory - estimator.memory, common, fitted)
 
 
@@ -203,7 +203,7 @@ class _Bucket:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the limit on clips, and not memory, decides on the largest batch."""
+        """True if the limit on clips, and not memory, decides on the largest batch."""
         return self.largest_size + self.ranks > self.limit
 
     @cached_property
@@ -211,8 +211,9 @@ class _Bucket:
         """Seconds of the shortest batch, which recomputes no more than it has to, and of the
         largest one.
         """
-        of_config = self.estimator.lowest_levels[0]
-        levels = [EVERYTHING] if self.estimator.checkpointing == "auto" else of_config
+        levels = self.estimator.lowest_levels[0]
+        if self.estimator.checkpointing == "auto":
+            levels = [EVERYTHING]
         shortest = [
             self.estimator.seconds(self._latents(size), self.ranks, levels)
             for size in (1, self.ranks)
@@ -226,7 +227,7 @@ class _Bucket:
         return self.estimator.peak(latents, self.ranks, lowest).needed
 
     def fits(self, size: int) -> bool:
-        """Whether a batch fits. Inputs of blocks leave the device for a single clip only."""
+        """True if a batch fits. Inputs of blocks leave the device for a single clip only."""
         memory = self.step(size).memory
         may_offload = size == 1 or self.estimator.checkpointing != "auto"
         offloads = OFFLOADED in memory.levels
@@ -283,11 +284,11 @@ def common_time(buckets: Sequence[Times]) -> float:
     """The longest step of a bucket whose time most buckets can take, among equals the longest."""
 
     def preference(seconds: float) -> tuple[int, float]:
-        too_short = sum(one.longest < (1 - TOLERANCE) * seconds for one in buckets)
-        too_long = sum(one.shortest > (1 + TOLERANCE) * seconds for one in buckets)
+        too_short = sum(times.longest < (1 - TOLERANCE) * seconds for times in buckets)
+        too_long = sum(times.shortest > (1 + TOLERANCE) * seconds for times in buckets)
         return too_short + too_long, -seconds
 
-    return min((one.longest for one in buckets), key=preference)
+    return min((times.longest for times in buckets), key=preference)
 
 
 def _check_all_fit(lacking: Mapping[str, float], memory: float) -> None:
@@ -302,7 +303,7 @@ def _check_all_fit(lacking: Mapping[str, float], memory: float) -> None:
 
 
 def _in_gb(number: float) -> str:
-    """Rounded up, so that what is printed suffices."""
+    """Rounded up, so that the printed size suffices."""
     return f"{-(-number // 1e7) / 100:.2f}"
 
 

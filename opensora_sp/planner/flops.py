@@ -2,7 +2,7 @@
 
 Counted are those that depend on the size of a clip or its text; embedding the timestep and sizes of
 a sample, norms and everything elementwise are left out (together under a thousandth in STDiT3-XL).
-So are, in derived models, embedders of further inputs and what tokens attend to beside the text.
+So are, in derived models, embedders of further inputs and attention to them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_la
 TEXT_ONLY = "kv_linear"
 TEXT_ATTENTION = "cross_attn"  # the attention of a block to the text
 STEP = 3  # forward, and twice as much backward: gradients of inputs and of weights
-FROZEN_STEP = 2  # without those of weights
+FROZEN_STEP = 2  # without gradients of weights
 
 
 @dataclass(frozen=True)
 class ModelFlops:
     """FLOPs of a forward pass for each token, each text token, and each pair of the two.
 
-    ``frozen_per_token`` and ``frozen_per_text_token`` are those of layers that are not trained.
+    ``frozen_per_token`` and ``frozen_per_text_token`` count layers that are not trained.
     """
 
     config: SharedConfig

@@ -25,7 +25,7 @@ from .trace import meta_model
 
 @dataclass(frozen=True)
 class PassCounts:
-    """What one pass computes beside products and attention.
+    """Work of one pass besides products and attention.
 
     Attributes:
         activations: ``[tokens, C]`` that elementwise kernels of a pair of blocks read and write.
@@ -56,7 +56,7 @@ EXCHANGE_ACTIVATIONS, EXCHANGE_OPERATORS = 4, 3
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A model's work: products for each token, and what its passes compute beside them."""
+    """A model's work: products for each token, and the rest of its passes."""
 
     flops: ModelFlops
     text_length: int
@@ -66,7 +66,7 @@ class ModelCosts:
     @classmethod
     def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelCosts:
         """Of a model's registered name and its whole configuration, with the adapters that are
-        trained; one without counts of its own has those of STDiT3.
+        trained; one without counts takes the counts of STDiT3.
         """
         flops = ModelFlops.of(meta_model(name, config, torch.bfloat16, lora))
         return cls(flops, config.model_max_length, *PASSES.get(name, PASSES["STDiT3"]))
@@ -149,25 +149,25 @@ class _Pass:
 
     @property
     def are_images(self) -> bool:
-        """Whether each temporal row is a single token, which gets its own value."""
+        """True if each temporal row is a single token, which gets its own value."""
         shape = self.shape
         is_frame = shape.frames == 1 and shape.windows is None and not shape.full
         return is_frame and shape.alternates
 
     def exchanges(self) -> float:
         """Seconds of the exchanges of one pass; 0 on one rank."""
-        found = self.strategy.exchanges(self.shape, self.options, self.element_size)
-        if self.ranks == 1 or not found:
+        exchanges = self.strategy.exchanges(self.shape, self.options, self.element_size)
+        if self.ranks == 1 or not exchanges:
             return 0.0
 
-        calls = sum(getattr(one, "count", 1) for one in found)
-        sent = sum(one.estimate(self.shape, self.ranks) for one in found)
+        calls = sum(getattr(exchange, "count", 1) for exchange in exchanges)
+        sent = sum(exchange.estimate(self.shape, self.ranks) for exchange in exchanges)
         packed = EXCHANGE_ACTIVATIONS * sent / self.rates.memory_bandwidth
         operators = EXCHANGE_OPERATORS * calls
         return self.link.seconds(sent, calls) + self.rates.with_launches(packed, operators)
 
     def _products(self, backward: bool) -> float:
-        """FLOPs of a forward pass outside of attention; of a backward pass those of gradients of
+        """FLOPs of a forward pass outside of attention; of a backward pass of gradients of
         inputs and, in layers that are trained, of weights.
         """
         flops, passes = self.model.flops, 2 if backward else 1
@@ -192,8 +192,8 @@ class _Pass:
     def _attention(self, layout: str, rows: dict[int, int], backward: bool) -> float:
         share = 1.0
         if layout != REPLICATED:
-            held = self.shape.entries(layout, self.ranks)
-            share = max(held) / sum(held)
+            entries = self.shape.entries(layout, self.ranks)
+            share = max(entries) / sum(entries)
 
         heads = share * self.shape.num_samples * self.shape.heads
         width = self.shape.width // self.shape.heads

@@ -80,7 +80,7 @@ class RunEstimator:
 
     Attributes:
         ranks: that share a batch with one degree; all, where each batch may have its own.
-        memory: bytes of a device beside all communicators but the largest.
+        memory: bytes of a device, less all communicators but the largest.
         kernels: that the traced models run, as ``set_kernels``. By default plain torch, with which
             a step takes as much memory as with any kernels.
         traced: activations by latents, ranks and level.
@@ -99,7 +99,7 @@ class RunEstimator:
     ) -> None:
         """
         Args:
-            memory: bytes of a device, beside encoders; None is ``DEFAULT_MEMORY`` in
+            memory: bytes of a device, less the encoders; None is ``DEFAULT_MEMORY`` in
                 training, and no limit in sampling.
             device: "cuda" or "cpu".
             rates: by which seconds are predicted; None is the config's, or an H100's.
@@ -110,9 +110,11 @@ class RunEstimator:
         """
         self.cfg, self.num_gpus, self.device = cfg, num_gpus, device
         self.kernels: KernelSetting = "torch"
+        self.kernels_in_words = "in plain torch"
+        self.device_memory, self.knows_nodes = memory, gpus_per_node is not None
         self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
         self.video_frames: dict[tuple[int, ...], int] = {}
-        # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
+        # Sampling without sp_size takes all ranks. So may any micro-batch with a degree.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
         self.gpus_per_node = gpus_of_node(num_gpus, gpus_per_node)
@@ -144,17 +146,17 @@ class RunEstimator:
         if self.communicators is not None and device == "cuda":
             self.memory -= self.communicators.beside_largest
 
-    def plan_kernels(self) -> str:
-        """Trace the kernels of a run on a GPU that has verified them all; states which in words.
+    def plan_kernels(self) -> None:
+        """Trace the kernels of a run on a GPU that has verified them all.
 
-        Where Triton is not installed, as beside torch for CPUs, its kernels cannot be traced.
+        Where Triton is not installed, as with torch for CPUs, its kernels cannot be traced.
         """
         if self.cfg.kernels == "torch" or self.device == "cpu":
-            return "in plain torch"
+            return
         if importlib.util.find_spec("triton") is None:
-            return "in plain torch, since Triton is not installed here"
-        self.kernels = "triton"
-        return "with Triton kernels"
+            self.kernels_in_words += ", since Triton is not installed here"
+        else:
+            self.kernels, self.kernels_in_words = "triton", "with Triton kernels"
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -183,7 +185,7 @@ class RunEstimator:
         return -(-micro_batches * ranks // self.num_gpus)
 
     def spans_nodes(self, ranks: int) -> bool:
-        """Whether any group of so many ranks lies on several nodes."""
+        """True if any group of so many ranks lies on several nodes."""
         if isinstance(self.cfg.sp_size, (str, dict)):
             groups = nested_groups(self.num_gpus, self.gpus_per_node)
         else:
@@ -326,7 +328,7 @@ class RunEstimator:
 
     def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
         """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic; in
-        sampling those of one step.
+        sampling of one step.
         """
         return seconds_of(
             self.shape_of(latents),

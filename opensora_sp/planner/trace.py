@@ -27,12 +27,12 @@ DEPTH = 2  # pairs of blocks traced; each further one adds as much as the second
 
 @dataclass(frozen=True)
 class Activations:
-    """Live bytes at the peak of a pass, beside weights and kept gradients, by depth.
+    """Live bytes at the peak of a pass, without weights and kept gradients, by depth.
 
     They are ``first + depth * pair``.
 
     ``inputs`` are the bytes that live during the whole step, the batch and cuBLAS's workspaces,
-    which are part of that; ``largest`` those of the largest block.
+    which are part of that; ``largest`` is the size of the largest block.
     """
 
     first: float
@@ -176,7 +176,7 @@ def step_inputs(
     """The inputs of a run. All captions are the null caption, which is as long as a text can be.
 
     Args:
-        num_frames: of the video, for models with an input of each; by default those of the latents.
+        num_frames: of the video, for models with an input of each; by default the latent frames.
     """
     config: Any = model.config
     size = latents[0]

@@ -153,14 +153,14 @@ class CollectiveRecorder:
             return next((call for call in newest if call.number == number), None)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        former = getattr(c10d, name)
+        replaced = getattr(c10d, name)
         for module in (c10d, dist):
-            if getattr(module, name) is former:
-                self._replaced.append((module, name, former))
+            if getattr(module, name) is replaced:
+                self._replaced.append((module, name, replaced))
                 setattr(module, name, function)
 
     def _with_timeout(self, new_group: Callable[..., Any]) -> Callable[..., Any]:
-        """``new_group`` has defaults of its own (NCCL 10 minutes, gloo 30), whatever WORLD has."""
+        """``new_group`` has other defaults (NCCL 10 minutes, gloo 30), whatever WORLD has."""
 
         @functools.wraps(new_group)
         def with_timeout(ranks: Any = None, timeout: Any = None, *args: Any, **options: Any) -> Any:
@@ -225,10 +225,11 @@ def _description(group: Any) -> str:
 
 
 def _tensor_arguments(arguments: dict[str, Any]) -> list[TensorArgument]:
-    found = []
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            found.append(TensorArgument(name, None, value.shape, value.dtype))
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            found.append(TensorArgument(name, len(value), value[0].shape, value[0].dtype))
-    return found
+    tensors = []
+    for name, argument in arguments.items():
+        is_list = isinstance(argument, (list, tuple)) and len(argument) > 0
+        tensor = argument[0] if is_list else argument
+        if isinstance(tensor, torch.Tensor):
+            number = len(argument) if is_list else None
+            tensors.append(TensorArgument(name, number, tensor.shape, tensor.dtype))
+    return tensors

@@ -43,10 +43,8 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
 )
-from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.process_group import join_processes
-from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
 from .decoding import writer_of
@@ -80,8 +78,9 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         requests, weights = preflight(cfg)
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         compared |= {"lora": found_at(cfg.lora), "weights": found_at([str(weights)])}
-    device = join_processes(compared)
-    with closing_process_group(), Watchdog(grace_time=0):
+    store = join_rendezvous(compared)
+    with closing_process_group(), Watchdog(store, grace_time=0):
+        device = start_process_group(store)
         written = _sample_all(cfg, requests, weights, device)
         drain_process_group()
     logger.info("done: %s in %s", counted(len(requests), "video"), cfg.outputs)
@@ -188,7 +187,6 @@ def build_pipeline(
     Args:
         placed: the config of the encoders, where some of their weights wait on the host.
     """
-    warn_if_large_on_cpu(cfg, device, mesh)
     encoders = placed or cfg
     vae = build_component(encoders.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(encoders.text_encoder, TEXT_ENCODERS).to(device)

@@ -24,8 +24,7 @@ from opensora_sp.config import InferenceConfig
 from opensora_sp.data import to_frames
 from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.process_group import join_processes
-from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
 from .outputs import with_digests
@@ -83,8 +82,9 @@ def serve(pipe: Connection) -> None:
     """
     with raise_on_all_ranks():
         pass
-    device = join_processes()
-    with closing_process_group(), Watchdog(grace_time=0):
+    store = join_rendezvous()
+    with closing_process_group(), Watchdog(store, grace_time=0):
+        device = start_process_group(store)
         mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
         session = Session(mesh, device, pipe)
         with suppress(EOFError):

@@ -53,14 +53,14 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     """Check a request as ``opensora-sp sample`` checks its command line.
 
     Args:
-        values: of the config, by dotted key, and "prompt"; empty ones are those of the run.
+        values: of the config, by dotted key, and "prompt"; empty ones are taken from the run.
         outputs: the folder of its video.
 
     Raises:
         ValueError: for paths outside of the folders, and for what the command refuses.
         OSError: where a file has been removed meanwhile.
     """
-    given = {key: value for key, value in values.items() if value}
+    given = {key: setting for key, setting in values.items() if setting}
     for key, name in (("ckpt", "checkpoint"), ("prompt", "prompt")):
         if not given.get(key, "").strip():
             raise ValueError(f"got no {name}; expected one; choose or type it")
@@ -68,8 +68,8 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     sources = [parse_source(source) for source in given.get("lora", ())]
     adapters = [(folders.checked(path, executed=True), scale) for path, scale in sources]
 
-    beside = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
-    config = next((path / SAMPLING for path in beside if (path / SAMPLING).is_file()), None)
+    siblings = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
+    config = next((path / SAMPLING for path in siblings if (path / SAMPLING).is_file()), None)
     if config is None:
         raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
     prompt = given.pop("prompt").strip()
@@ -88,7 +88,7 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
 
 
 class Queue:
-    """Samples one job at a time, in a thread of its own.
+    """Samples one job at a time, in a thread.
 
     Attributes:
         jobs: those that have had no turn yet, in their order, and the one that runs.
@@ -112,7 +112,8 @@ class Queue:
 
     def ahead_of(self, job: Job) -> int:
         """How many living jobs come before this one."""
-        return [one for one in (*self.jobs, job) if one is job or not one.has_ended].index(job)
+        living = [other for other in self.jobs if other is job or not other.has_ended]
+        return [*living, job].index(job)
 
     def _run(self) -> None:
         while True:
@@ -129,7 +130,7 @@ class Queue:
         def on_step(done: int, total: int, preview: bytes) -> None:
             job.steps, job.preview = (done, total), preview or job.preview
 
-        kind, *found = self.ranks.run(job.work, on_step=on_step, is_cancelled=job.cancelled.is_set)
+        kind, *answer = self.ranks.run(job.work, on_step=on_step, is_cancelled=job.cancelled.is_set)
         if kind == "error":
-            raise ValueError(found[0])
-        job.video, job.state = Path(found[0]) if found else None, kind
+            raise ValueError(answer[0])
+        job.video, job.state = Path(answer[0]) if answer else None, kind

@@ -18,7 +18,7 @@ from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import Manifest
 from opensora_sp.features.build import TrainingSet, make_plan, with_length
-from opensora_sp.runtime.launchers import launchers
+from opensora_sp.runtime.processes import launchers
 
 from .batch_sizes import recorded
 from .metrics import format_time, read_lines

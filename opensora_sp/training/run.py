@@ -19,8 +19,9 @@ from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
-from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks
 from opensora_sp.runtime.run_lock import RunLock
+from opensora_sp.runtime.run_store import RunStore
 from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
 from .determinism import use_deterministic_kernels
@@ -76,9 +77,12 @@ def train(
             compared[RANKS_OF_HOST] = os.environ.get(RANKS_OF_HOST, UNSET)
     from opensora_sp.plugin import current_device, launch
 
-    launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))
-    run_dir = Path(cfg.outputs)
-    with closing_process_group(), _watchdog(cfg) as watch, _locked(run_dir):
+    run_dir, store = Path(cfg.outputs), join_rendezvous(compared)
+    with ExitStack() as run:
+        run.enter_context(closing_process_group())
+        watch = run.enter_context(_watchdog(cfg, store))
+        launch(cfg.seed, store, timeout=backend_timeout(cfg.collective_timeout))
+        run.enter_context(_locked(run_dir))
         _open_run_dir(cfg, run_dir)
         agree_on_clips(compared_clips(cfg, dataset))
         found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
@@ -117,8 +121,9 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _watchdog(cfg: TrainConfig) -> Watchdog:
+def _watchdog(cfg: TrainConfig, store: RunStore | None) -> Watchdog:
     return Watchdog(
+        store,
         peer_timeout=cfg.peer_timeout,
         collective_timeout=cfg.collective_timeout,
         grace_time=cfg.grace_time,

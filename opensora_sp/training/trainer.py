@@ -33,7 +33,6 @@ from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks, reporting_compilation
 from opensora_sp.parallel import CommLedger
-from opensora_sp.planner.large_on_cpu import warn_if_large_on_cpu
 from opensora_sp.runtime.processes import init_worker
 from opensora_sp.runtime.watchdog import Watchdog
 
@@ -80,7 +79,6 @@ class Trainer:
         self.mesh, self.booster = plugin.mesh, Booster(plugin=plugin)
         self.options = plugin.sequence_parallel
         self.dataset, self.device = dataset, device
-        warn_if_large_on_cpu(cfg, device, self.mesh)
         self.source = make_source(cfg, dataset, device)
         self.validation_encoders = encoders_of_validation(cfg, self.source, device)
         # All encoders, before anything is chosen by the memory that they leave.

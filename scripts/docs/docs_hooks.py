@@ -13,11 +13,13 @@ import reference_api
 import reference_cli
 import reference_config
 import reference_errors
+import reference_legacy
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 PAGES = {
     "reference/config.md": reference_config.page,
+    "reference/open_sora.md": reference_legacy.page,
     "reference/cli.md": reference_cli.page,
     "reference/api.md": reference_api.page,
     "reference/errors.md": reference_errors.page,

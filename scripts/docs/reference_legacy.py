@@ -1,10 +1,24 @@
-"""The table of docs/configs.md: what each key of Open-Sora's configs becomes."""
+"""The reference page of Open-Sora's config keys: what each of them becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from opensora_sp.config.legacy import RULES, Rule
+
+INTRODUCTION = """\
+# Open-Sora's config keys
+
+Keys of Open-Sora's configs that have another name or meaning here, generated from the code. `wandb`,
+`grad_clip`, `warmup_steps` and all keys that are not in the table keep their meaning. An option of
+the command line replaces the result of a key, also by nothing: `convert=()`, `freeze=()`,
+`load=None`. See [migrating from Open-Sora](../configs.md#migrating-from-open-sora).
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    return f"{INTRODUCTION}\n{table()}"
 
 
 def table() -> str:

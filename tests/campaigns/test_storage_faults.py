@@ -345,7 +345,7 @@ def hold_two_runs(two_runs: TwoRuns, *place: Any) -> None:
     assert len(set(refused)) == 1, f"not the same error on all ranks: {refused}"
     # Where both start at once, the first may end while the second waits for it.
     if refused[0] or not is_at_once:
-        holder = f"of {os.uname().nodename} holds since 2"
+        holder = f"of {os.uname().nodename} since 2"
         assert "expected one run for each folder" in refused[0] and holder in refused[0], refused
     assert newest_step(disk.outputs) == STEPS
     disk.start_again()

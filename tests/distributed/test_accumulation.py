@@ -207,6 +207,22 @@ def test_the_number_of_micro_batches_is_kept_by_a_run(config: Path) -> None:
         assert micro_batches_of_step(cfg, {"micro_batches_per_step": 6}, 4) == 6
 
 
+def test_ema_weights_are_averaged_once_a_step(config: Path, tmp_path: Path) -> None:
+    """Not after each micro-batch."""
+    options = [*OPTIONS, "sp_size=1", "accumulation_steps=2", f"outputs={tmp_path / 'run'}"]
+    run_ranks(1, train_exactly, config, [(1, options, None)])
+
+    first, second = tmp_path / "run" / "step_00000001", tmp_path / "run" / "step_00000002"
+    weights, ema_before, ema = (
+        load_file(folder / "model.safetensors")
+        for folder in (second / "model", first / "ema", second / "ema")
+    )
+    assert ema.keys() == ema_before.keys()
+    for name, average in ema.items():
+        expected = DECAY * ema_before[name] + (1 - DECAY) * weights[name]
+        assert relative_error(average, expected) < 1e-12, name
+
+
 def test_bad_numbers_are_refused(config: Path) -> None:
     for options, message in {
         ("accumulation_steps=0",): "got accumulation_steps = 0",

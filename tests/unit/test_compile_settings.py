@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from opensora_sp import compile_cache
 from opensora_sp.config import TrainConfig
 from opensora_sp.device_verification import verdicts
-from opensora_sp.models import build_model, compile, compile_blocks, compile_cache
+from opensora_sp.models import build_model, compile, compile_blocks
 from opensora_sp.models.compile import reporting_compilation
 
 SMALL = dict(hidden_size=24, depth=1, num_heads=2, caption_channels=8, model_max_length=6)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opensora_sp.cli import main
-from opensora_sp.cli.fitted import parse_memory
+from opensora_sp.cli.plan_fit import parse_memory
 from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
@@ -319,7 +319,7 @@ def test_the_written_config_loads_and_replaces_nothing(
     error = refused(capsys, *arguments)
     assert f"got {out} to write, which exists; expected a new file; pass another --out" in error
     assert out.read_text() == text
-    assert "got" in refused(capsys, *arguments, "--out", str(config), "--overwrite")
+    assert "got" in refused(capsys, *arguments, "--out", str(config))
 
 
 def test_a_config_of_one_shape_gets_a_batch_size(

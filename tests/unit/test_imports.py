@@ -16,7 +16,13 @@ BASE = {
     "models": {"torch", "einops"},
     "parallel": {"torch", "einops"},
 }
-SHARED = ("common.graphs", "common.importing", "common.tensors")  # they need torch only
+# Modules of the package that need torch only.
+SHARED = (
+    "common.graphs",
+    "common.importing",
+    "common.tensors",
+    "compile_cache",
+)
 WHEN_CALLED = {
     "base.py": "opensora_sp.checkpoint",  # methods of models that read and write them
     "adapted_linear.py": "peft.tuners.lora",  # a module that add_lora imports

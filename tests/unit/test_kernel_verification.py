@@ -14,8 +14,8 @@ import torch
 from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
+from opensora_sp import compile_cache
 from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
-from opensora_sp.models import compile_cache
 from opensora_sp.models import kernels as kernels_package
 from opensora_sp.models.kernels import selection, using_kernels, verification
 from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names
@@ -195,15 +195,16 @@ def break_kernel(fault):
         modulation.EPSILON = 1e-2
         module = modulation
     elif fault in ("programs", "rows"):
-        module, add = modulation, modulation.sum_parts_and_bias
+        module, add = modulation, modulation._add_pieces
 
-        def some(parts, dtype, bias):
+        def some(sums, bias_sums, *args):
             if fault == "programs":
-                return add(parts[:1], dtype, bias)
-            parts[:, -1, 128:] = 0  # the first tile of rows alone
-            return add(parts, dtype, bias)
+                sums[1:] = 0
+            elif bias_sums is not None:
+                bias_sums[128:] = 0  # the first tile of rows alone
+            return add(sums, bias_sums, *args)
 
-        module.sum_parts_and_bias = some
+        module._add_pieces = some
     else:
         module = {"gelu": gelu, "qk_norm": qk_norm}[fault]
         whole, kept = module.sum_parts, {"gelu": 63, "qk_norm": 128}[fault]

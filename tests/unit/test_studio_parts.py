@@ -40,7 +40,7 @@ from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.local_ranks import LocalRanks
-from opensora_sp.runtime.process_group import join_processes
+from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling import session
 from opensora_sp.sampling.session import Session, serve
@@ -220,9 +220,9 @@ def act(pipe: Any) -> None:
 def fail_one_after_the_other(pipe: Any) -> None:
     """Rank 1 fails, and therefore rank 0: with an error of its own, of which it speaks first."""
     pipe.recv()
-    join_processes()
+    store = join_rendezvous()
     try:
-        with closing_process_group(), Watchdog(grace_time=0) as watchdog:
+        with closing_process_group(), Watchdog(store, grace_time=0) as watchdog:
             if os.environ["RANK"] == "1":
                 raise ValueError("got the first; expected b; do c")
             wait_until(lambda: watchdog._failure is not None, 60)

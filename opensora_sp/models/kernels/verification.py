@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.models.compile_cache import has_triton
+from opensora_sp.compile_cache import has_triton
 
 from .examples import Example, Sizes, examples_of, normal
 

@@ -132,8 +132,8 @@ def examples(sizes: Sizes) -> Iterator[Example]:
     for function in ("add_gated", "add_gated_twice"):
         yield replace(_example(function, given), gradients=("x", "branch"))
 
-    # Several programs for an entry, and more sums than the kernel that adds them takes at a time.
-    for per, rows in (((2, 1, 1), (3, 37)), ((1, 140, 1), (140, 2))):
+    # Large and small shares of several tokens for an entry, and several entries for each share.
+    for per, rows in (((2, 1, 1), (3, 250)), ((1, 500, 1), (500, 3))):
         yield _example("add_norm_modulate", _arguments(sizes.width, per, rows=rows))
 
 

@@ -30,46 +30,78 @@ from ..reference.modulation import EPSILON, Part
 from .modulation_kernels import (
     add_gated_backward_kernel,
     add_gated_kernel,
+    add_pieces_kernel,
     norm_modulate_backward_kernel,
     norm_modulate_kernel,
 )
 from .operator import opaque_operator
-from .sums import sum_parts_and_bias
+from .sums import COLUMNS, ROWS
 
 TOKENS = 4  # of a program in forward
-FEWEST_TOKENS = 16  # of a program in backward, since each writes sums
-PROGRAMS = 528  # at least, in backward: four for each multiprocessor of an H100
+
+# Shares of backward's programs. GPUs run 528 of them at a time (H100 SXM), 456 (H100 PCIe) or 432
+# (A100). Bits depend on the order of sums, so the number of programs does not depend on the GPU.
+# 432 large shares take what 528 equal ones would; smaller ones fill the slots that remain, or
+# follow on a GPU without any: on each of the three, all slots end at about the same time.
+SLOTS, LARGE_PROGRAMS, SMALL_PROGRAMS = 528, 432, 384
 
 
 class _Shares(NamedTuple):
-    """How the tokens are distributed over programs; the fields are the kernels' ``COUNTS``.
+    """How tokens are distributed over entries and programs; the fields are the kernels' ``COUNTS``.
 
     Attributes:
-        rows, length: n of a sample, and L.
+        length: L.
         shared_rows, shared_length: rows, and tokens in each of them, that share an entry.
         first, local_rows: the local rows, counted from the first sample's first row.
-        programs: of each entry.
+        large_programs, large, small: the number of programs with a large share, and the tokens in
+            a large share and in a small one.
     """
 
-    rows: int
     length: int
     shared_rows: int
     shared_length: int
     first: int
     local_rows: int
-    programs: int
+    large_programs: int
+    large: int
+    small: int
+
+    @property
+    def programs(self) -> int:
+        remaining = self.length * self.local_rows - self.large_programs * self.large
+        return self.large_programs + triton.cdiv(max(0, remaining), self.small)
+
+    @property
+    def local_entries(self) -> int:
+        """Entries from that of the first local row to that of the last one."""
+        first_group = self.first // self.shared_rows
+        end_group = triton.cdiv(self.first + self.local_rows, self.shared_rows)
+        return (end_group - first_group) * (self.length // self.shared_length)
 
 
 def _shares(x: Tensor, entry: Tensor, first: int, rows: int, *, backward: bool) -> _Shares:
     rows, length = rows or len(x) // len(entry), x.shape[1]
-    shared_rows, shared_length = rows // entry.shape[1], length // entry.shape[2]
+    programs = _backward_programs if backward else _forward_programs
+    return _Shares(
+        length,
+        rows // entry.shape[1],
+        length // entry.shape[2],
+        first,
+        len(x),
+        *programs(len(x) * length),
+    )
 
-    most = min(shared_rows, len(x)) * shared_length
-    programs = triton.cdiv(most, FEWEST_TOKENS if backward else TOKENS)
-    if backward:
-        entries = entry.numel() // entry.shape[-1]
-        programs = min(programs, triton.cdiv(PROGRAMS, entries))
-    return _Shares(rows, length, shared_rows, shared_length, first, len(x), programs)
+
+def _forward_programs(tokens: int) -> tuple[int, int, int]:
+    return triton.cdiv(tokens, TOKENS), TOKENS, 1
+
+
+def _backward_programs(tokens: int) -> tuple[int, int, int]:
+    """The last three fields of ``_Shares``."""
+    large = triton.cdiv(tokens, SLOTS)
+    large_programs = min(LARGE_PROGRAMS, triton.cdiv(tokens, large))
+    remaining = max(0, tokens - large_programs * large)
+    return large_programs, large, max(1, triton.cdiv(remaining, SMALL_PROGRAMS))
 
 
 def _constants(x: Tensor) -> dict[str, Any]:
@@ -107,11 +139,6 @@ def _like(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape or x.shape, dtype=x.dtype, device=x.device)
 
 
-def _wide(x: Tensor, *shape: int) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.empty(shape, dtype=dtype, device=x.device)
-
-
 def _norm_modulate(
     x: Tensor,
     branch: Tensor | None,
@@ -128,7 +155,7 @@ def _norm_modulate(
 
     shifts, scales = _tables(shift, scale)
     shares = _shares(x, shift, first, rows, backward=False)
-    norm_modulate_kernel[len(shifts) * shares.programs,](
+    norm_modulate_kernel[shares.programs,](
         *_with_steps(x),
         branch.contiguous() if branch is not None else None,
         bias,
@@ -162,23 +189,22 @@ def _norm_modulate_backward(
 
     (scales,) = _tables(scale)
     shares = _shares(total, scale, first, rows, backward=True)
-    sums = _wide(scale, shares.programs, 2 + (bias is not None), *scales.shape)
-    norm_modulate_backward_kernel[len(scales) * shares.programs,](
+    sums, bias_sums = _empty_sums(scale, 2, bias, shares)
+    norm_modulate_backward_kernel[shares.programs,](
         *_with_steps(total),
         scales,
         *_with_steps(grad_total),
         grad_modulated.contiguous(),
         grad,
         sums,
+        bias_sums,
         scales.stride(0),
-        len(scales),
         *shares,
-        HAS_BIAS=bias is not None,
         EPS=EPSILON,
         **_constants(total),
     )
-    entries, grad_bias = sum_parts_and_bias(sums, scale.dtype, bias)
-    return grad, entries.view(2, *scale.shape), grad_bias
+    entries, grad_bias = _add_pieces(sums, bias_sums, scale, bias, shares)
+    return grad, entries, grad_bias
 
 
 def _add_gated(
@@ -188,7 +214,7 @@ def _add_gated(
     if x.numel():
         (gates,) = _tables(gate)
         shares = _shares(x, gate, first, rows, backward=False)
-        add_gated_kernel[len(gates) * shares.programs,](
+        add_gated_kernel[shares.programs,](
             *_with_steps(x),
             gates,
             branch.contiguous(),
@@ -223,10 +249,8 @@ def _add_gated_backward(
 
     (gates,) = _tables(gate)
     shares = _shares(grad_total, gate, first, rows, backward=True)
-    sums = None
-    if branch is not None:
-        sums = _wide(gate, shares.programs, 1 + (bias is not None), *gates.shape)
-    add_gated_backward_kernel[len(gates) * shares.programs,](
+    sums, bias_sums = _empty_sums(gate, 1, bias, shares) if branch is not None else (None, None)
+    add_gated_backward_kernel[shares.programs,](
         gates,
         branch.contiguous() if branch is not None else None,
         bias,
@@ -235,15 +259,53 @@ def _add_gated_backward(
         grad if other is not None else None,
         grad_branch,
         sums,
+        bias_sums,
         gates.stride(0),
-        len(gates),
         *shares,
         **_constants(grad_total),
     )
     if sums is None:
         return grad_gate, grad_branch, grad_bias, grad
-    entries, grad_bias = sum_parts_and_bias(sums, gate.dtype, bias)
-    return entries.view(gate.shape), grad_branch, grad_bias, grad
+    entries, grad_bias = _add_pieces(sums, bias_sums, gate, bias, shares)
+    return entries[0], grad_branch, grad_bias, grad
+
+
+def _empty_sums(
+    entry: Tensor, kinds: int, bias: Tensor | None, shares: _Shares
+) -> tuple[Tensor, Tensor | None]:
+    """For the sums of pieces ``[P, kinds, C]``, and for those of programs, of the bias."""
+    wide, width = torch.promote_types(entry.dtype, torch.float32), entry.shape[-1]
+    sums = entry.new_empty(shares.programs + shares.local_entries, kinds, width, dtype=wide)
+    if bias is None:
+        return sums, None
+    return sums, entry.new_empty(shares.programs, width, dtype=wide)
+
+
+def _add_pieces(
+    sums: Tensor, bias_sums: Tensor | None, entry: Tensor, bias: Tensor | None, shares: _Shares
+) -> tuple[Tensor, Tensor]:
+    """The gradients of entries ``[kinds, b, 1 or n, 1 or L, C]``, and of the bias, empty without
+    one."""
+    kinds, width = sums.shape[1:]
+    total = entry.new_empty(kinds, *entry.shape)
+    grad_bias = entry.new_empty(0) if bias is None else torch.empty_like(bias)
+
+    entries = entry.numel() // width
+    grid = (triton.cdiv(width, COLUMNS) * (kinds * entries + (bias is not None)),)
+    add_pieces_kernel[grid](
+        sums,
+        bias_sums,
+        total,
+        grad_bias,
+        entries,
+        shares.programs,
+        *shares,
+        KINDS=kinds,
+        WIDTH=width,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+    )
+    return total, grad_bias
 
 
 def _fake_norm_modulate(

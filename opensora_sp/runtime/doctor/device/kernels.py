@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from opensora_sp.models.compile_cache import use_triton_cache
+from opensora_sp.compile_cache import use_triton_cache
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.verification import obstacle, verify_kernel
 

@@ -1,6 +1,8 @@
-"""Finds collectives that some rank has not joined within ``collective_timeout``, and that rank.
+"""Ranks without heartbeats (``peer_timeout``), and collectives that some rank has not joined.
 
-A rank is judged by heartbeats that it wrote after the collective was overdue, or by writing none.
+Time is counted in this rank's own heartbeats, so a process that was suspended blames nobody when it
+resumes. A rank that has not joined a collective within ``collective_timeout`` is judged by
+heartbeats that it wrote after the collective was overdue, or by writing none.
 """
 
 from __future__ import annotations
@@ -9,23 +11,47 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .collective_recorder import Collective, CollectiveRecorder
-from .heartbeats import INTERVAL, Heartbeat
+from .run_store import Heartbeat
 
+INTERVAL = 1.0  # seconds from one heartbeat to the next
 SILENT_HEARTBEATS = 2  # of this rank, in which a peer that has written none counts as stopped
 # Of this rank, in which a peer that waits for another rank may report that one.
 PATIENT_HEARTBEATS = 4
 
 
+class PeerTimeout:
+    """Finds ranks that have written no heartbeat for ``timeout`` seconds."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._newest: dict[int, Heartbeat] = {}
+        self._seen_at: dict[int, int] = {}
+
+    def check(self, number: int, heartbeats: dict[int, Heartbeat]) -> str | None:
+        """Report a silent rank; called at each heartbeat of this rank, which has a ``number``."""
+        for rank, heartbeat in heartbeats.items():
+            if heartbeat != self._newest.get(rank):
+                self._newest[rank], self._seen_at[rank] = heartbeat, number
+
+            silent = (number - self._seen_at[rank]) * INTERVAL
+            if silent >= self._timeout and not heartbeat.has_left:
+                return (
+                    f"rank {rank} has sent no heartbeat for {silent:g} s (peer_timeout); "
+                    f"it was at {heartbeat.location}"
+                )
+        return None
+
+
 @dataclass(frozen=True)
 class _Snapshot:
-    """An overdue collective when it was found: this rank's heartbeat, and those of its peers."""
+    """An overdue collective when it was found: heartbeats of this rank and of its peers."""
 
     returned: bool
     at: int
     heartbeats: dict[int, int]
 
     def precedes(self, heartbeats: dict[int, Heartbeat]) -> bool:
-        """Whether each peer has written a whole heartbeat since, or has left the run.
+        """True if each peer has written a whole heartbeat since, or has left the run.
 
         The first heartbeat after the snapshot may have been in progress, so it takes the second.
         """
@@ -93,7 +119,7 @@ class CollectiveTimeout:
         # Where the call has returned meanwhile, a peer may have done so after its heartbeat.
         snapshot = self._overdue.get(call)
         if snapshot is None or snapshot.returned != returned:
-            numbers = {rank: one.number for rank, one in heartbeats.items()}
+            numbers = {rank: newest.number for rank, newest in heartbeats.items()}
             self._overdue[call] = _Snapshot(returned, heartbeat, numbers)
             return None
 
@@ -101,9 +127,9 @@ class CollectiveTimeout:
             # A peer without heartbeats is stopped or cut off. After a call that both have returned
             # from it may just be busy, and is left to peer_timeout.
             silent = {
-                rank: one
-                for rank, one in snapshot.silent(heartbeats).items()
-                if not returned or one.returned.get(call.group, 0) < call.number
+                rank: newest
+                for rank, newest in snapshot.silent(heartbeats).items()
+                if not returned or newest.returned.get(call.group, 0) < call.number
             }
             if silent and heartbeat - snapshot.at >= SILENT_HEARTBEATS:
                 return self._report(call, silent, are_silent=True)
@@ -116,8 +142,8 @@ class CollectiveTimeout:
 
         # Where the call has returned, the backend is asynchronous: peers must have returned, too.
         counts = {
-            rank: (one.returned if returned else one.called).get(call.group, 0)
-            for rank, one in heartbeats.items()
+            rank: (newest.returned if returned else newest.called).get(call.group, 0)
+            for rank, newest in heartbeats.items()
         }
         fewest = min(counts.values(), default=call.number)
         if fewest < call.number:
@@ -140,7 +166,7 @@ class CollectiveTimeout:
     ) -> str:
         """A message with the ranks that are absent.
 
-        Where none is, ranks may have called different collectives: it has those of ``elsewhere``
+        Where none is, ranks may have called different collectives: it has ranks of ``elsewhere``
         that are at another line than this one's call.
         """
         joined = sorted(set(call.ranks) - set(absent))

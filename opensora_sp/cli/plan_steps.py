@@ -1,7 +1,7 @@
 """The steps that a run with scheduled groups makes, as ``opensora-sp plan`` shows them.
 
-Micro-batches, schedule and memory bounds are those of training: ``BucketPlan``'s order, or the
-run's own steps where its clips are there; ``data/schedule.py``; ``planner/bucket_levels.py``.
+Micro-batches, schedule and memory bounds are as in training: ``BucketPlan``'s order, or the run's
+steps where its clips are there; ``data/schedule.py``; ``planner/bucket_levels.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from opensora_sp.parallel.rank_groups import fixed_groups, group_sizes, nested_g
 from opensora_sp.planner.batches import CHOSEN_AT_START, batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.planner.run_plan import memory_of_gpu, rates_of
 
 STEPS = 16  # at most, of a run whose clips are there
 COLUMNS = 100
@@ -68,17 +67,15 @@ class ScheduledSteps:
         return lines + wrap(self._totals(), COLUMNS)
 
     def _row(self, bucket: str, ranks: int) -> str:
-        assigned = [
-            one
-            for one in chain.from_iterable(self.steps)
-            if (one.micro_batch.bucket, one.group.size) == (bucket, ranks)
+        row = [
+            assigned
+            for assigned in chain.from_iterable(self.steps)
+            if (assigned.micro_batch.bucket, assigned.group.size) == (bucket, ranks)
         ]
-        clips = max(len(one.micro_batch.ids) for one in assigned)
-        seconds = np.mean([self.seconds(*one) for one in assigned])
-        sent = np.mean([self.sent(one) for one in assigned]) / 1e9
-        return (
-            f"{bucket:>14} {clips:>6} {ranks:>6} {len(assigned):>14} {seconds:>11.3g} {sent:>10.3g}"
-        )
+        clips = max(len(assigned.micro_batch.ids) for assigned in row)
+        seconds = np.mean([self.seconds(*assigned) for assigned in row])
+        sent = np.mean(list(map(self.sent, row))) / 1e9
+        return f"{bucket:>14} {clips:>6} {ranks:>6} {len(row):>14} {seconds:>11.3g} {sent:>10.3g}"
 
     def _totals(self) -> str:
         busy = [busy_seconds(step, self.world_size, self.seconds) for step in self.steps]
@@ -95,32 +92,21 @@ class ScheduledSteps:
 
 
 def schedule_steps(
-    cfg: TrainConfig,
-    world_size: int,
-    *,
-    gpus_per_node: int | None = None,
-    gpu: str | None = None,
-    memory_gb: float | None = None,
-    progress: Callable[[list[str]], Iterable[str]] = iter,
+    run: RunEstimator, progress: Callable[[list[str]], Iterable[str]] = iter
 ) -> ScheduledSteps | None:
     """Steps with all buckets, as a run makes them; None for a config whose steps are not scheduled,
     or that leaves out a batch size.
 
     Args:
-        gpus_per_node, gpu, memory_gb: as ``plan`` takes them.
         progress: iterates over the names of the buckets while memory is estimated.
-
-    Raises:
-        ValueError: if ``sp_size`` does not fit the number of ranks.
     """
+    cfg, world_size = run.cfg, run.num_gpus
+    if not isinstance(cfg, TrainConfig) or not cfg.schedules_groups:
+        return None
     batches = batches_by_name(cfg)
-    is_chosen_later = any(batch.batch_size == CHOSEN_AT_START for batch in batches.values())
-    if not cfg.schedules_groups or is_chosen_later:
+    if any(batch.batch_size == CHOSEN_AT_START for batch in batches.values()):
         return None
 
-    rates, memory = rates_of(cfg, gpu), memory_of_gpu(gpu, memory_gb)
-    run = RunEstimator(cfg, world_size, memory, rates=rates, gpus_per_node=gpus_per_node)
-    run.plan_kernels()
     family, least, limit = fixed_groups(world_size, run.ranks), {}, ""
     if not isinstance(cfg.sp_size, int):
         family = nested_groups(world_size, run.gpus_per_node)
@@ -140,16 +126,20 @@ def schedule_steps(
     steps = [schedule(step, family, seconds) for step in first]
     degrees: dict[str, list[int]] = {}
     for name in batches:
-        assigned = [one for one in chain.from_iterable(steps) if one.micro_batch.bucket == name]
-        if assigned:
-            degrees[name] = sorted({one.group.size for one in assigned})
-    title = f"{what}, scheduled by the speeds of {rates.name}{limit}:"
+        sizes = {
+            assigned.group.size
+            for assigned in chain.from_iterable(steps)
+            if assigned.micro_batch.bucket == name
+        }
+        if sizes:
+            degrees[name] = sorted(sizes)
+    title = f"{what}, scheduled by the speeds of {run.options.cost_model.name}{limit}:"
     return ScheduledSteps(steps, world_size, seconds, _sent_by(run, work), degrees, title)
 
 
 def _least_ranks(run: RunEstimator, names: Iterable[str], sizes: list[int]) -> dict[str, int]:
     """By bucket, the fewest ranks that its batches fit on. Where they fit on none, the largest
-    group: a run refuses to start, and its plan marks what is too much.
+    group: a run refuses to start, and its plan marks the excess.
     """
     batches, sp_size = batches_by_name(run.cfg), run.cfg.sp_size
     degrees = sp_size if isinstance(sp_size, dict) else {}
@@ -171,7 +161,7 @@ def _first_steps(cfg: TrainConfig, per_step: int) -> list[list[MicroBatch]]:
     if cfg.bucket_config is not None:
         return steps
     (name,) = batches_by_name(cfg)
-    return [[one._replace(bucket=name) for one in step] for step in steps]
+    return [[micro_batch._replace(bucket=name) for micro_batch in step] for step in steps]
 
 
 def _all_buckets(cfg: TrainConfig, work: Work, per_step: int) -> list[list[MicroBatch]]:
@@ -186,10 +176,7 @@ def _all_buckets(cfg: TrainConfig, work: Work, per_step: int) -> list[list[Micro
 
     rng = generator(cfg.seed, "plan")
     steps = cut_into_steps(every, rng, cfg.batch_order, per_step)
-    return [
-        [MicroBatch(n, 0, one.shape, one.ids, one.cost, one.bucket) for n, one in enumerate(step)]
-        for step in steps
-    ]
+    return [[MicroBatch(number, 0, *batch) for number, batch in enumerate(step)] for step in steps]
 
 
 def _sent_by(run: RunEstimator, work: Work) -> Callable[[Assigned], float]:

@@ -6,10 +6,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from opensora_sp.planner.calibration import Calibration
+from opensora_sp.config import load_either
+from opensora_sp.data.atomic import check_writable
+from opensora_sp.parallel import closing_process_group
+from opensora_sp.planner.calibration import Calibration, calibrate
+from opensora_sp.runtime.cost_model_file import write_cost_model
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
+from opensora_sp.runtime.versions import versions
+from opensora_sp.runtime.watchdog import Watchdog
 
 
 def run_calibration(args: argparse.Namespace) -> None:
@@ -18,15 +23,6 @@ def run_calibration(args: argparse.Namespace) -> None:
     Raises:
         ValueError: on every rank, if the file cannot be written or ranks cannot join.
     """
-    from opensora_sp.config import load_either
-    from opensora_sp.data.atomic import check_writable
-    from opensora_sp.parallel import closing_process_group
-    from opensora_sp.planner.calibration import calibrate
-    from opensora_sp.runtime.cost_model_file import write_cost_model
-    from opensora_sp.runtime.process_group import join_processes
-    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
-    from opensora_sp.runtime.versions import versions
-
     path = Path(args.calibrate)
     with raise_on_all_ranks():
         config = None
@@ -35,19 +31,19 @@ def run_calibration(args: argparse.Namespace) -> None:
             config = cfg.model_spec.config
         check_writable(path.parent, "--calibrate")
 
-    device = join_processes()
-    with closing_process_group():
-        found = calibrate(device, config)
+    store = join_rendezvous()
+    with closing_process_group(), Watchdog(store, grace_time=0):
+        calibration = calibrate(start_process_group(store), config)
 
     if os.environ.get("RANK", "0") == "0":
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_cost_model(path, found.model, found.facts(versions()))
-        sys.stdout.write(table(found) + f"\n{path}: use it with cost_model={str(path)!r}\n")
+        write_cost_model(path, calibration.model, calibration.facts(versions()))
+        sys.stdout.write(f"{table(calibration)}\n{path}: use it with cost_model={str(path)!r}\n")
 
 
-def table(found: Calibration) -> str:
-    """The measured rates; those of links only where there are several ranks."""
-    rates = found.model
+def table(calibration: Calibration) -> str:
+    """The measured rates; of links only where there are several ranks."""
+    rates = calibration.model
     lines = [
         f"{rates.name}",
         f"  matrix products     {rates.flops / 1e9:>12,.4g} GFLOP/s",
@@ -58,7 +54,7 @@ def table(found: Calibration) -> str:
     ]
     for spans_nodes in (False, True):
         link = rates.link(spans_nodes=spans_nodes)
-        if f"all-to-all {link.name}" in found.measured:
+        if f"all-to-all {link.name}" in calibration.measured:
             lines.append(
                 f"  links {link.name:13} {link.bandwidth / 1e9:>12,.4g} GB/s, "
                 f"{link.latency * 1e6:,.4g} us"
