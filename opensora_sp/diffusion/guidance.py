@@ -26,7 +26,7 @@ def predictions_per_step(process: DiffusionProcess, *, by_frames: bool) -> int:
     """Predictions that a sampling step makes of each sample: by how much guidance enlarges a batch.
 
     Args:
-        by_frames: whether conditioning frames guide (``image_guidance.py``). This takes three,
+        by_frames: whether conditioning frames guide (``guidance.py``). This takes three,
             whatever the scales; guidance by text alone takes two, and a ``cfg_scale`` of 1 one.
     """
     if by_frames:

@@ -36,7 +36,7 @@ class RectifiedFlow:
     ``loc`` and standard deviation ``scale`` (Esser et al., 2024). This has more timesteps in the
     middle of the path than "uniform".
 
-    The others are of Open-Sora 1.3 (``image_guidance.py``). ``image_cfg_scale`` guides by
+    The others are of Open-Sora 1.3 (``guidance.py``). ``image_cfg_scale`` guides by
     conditioning frames, None as far as ``cfg_scale`` by text. ``use_oscillation_guidance``
     alternates scales with 1 from step ``force_num`` on, for text or image alone as its variants are
     set. ``scale_image_weight`` raises the image's weight over frames from ``initial_image_scale``,
