@@ -14,6 +14,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     Partial files are hidden and keep the suffix, which decides on formats.
     """
+    # By process, so that two of them do not write one file.
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield partial

@@ -109,6 +109,7 @@ class BucketPlan:
         sizes, inverse = np.unique(np.stack([self.height, self.width]), axis=1, return_inverse=True)
         self.sizes, self.size_of_clip = sizes.T, inverse.reshape(-1)  # [U, 2], [N]
 
+        # Two, since workers read ahead into the next epoch.
         self.epoch = lru_cache(maxsize=2)(self._epoch)
         # First step of each epoch so far, and of the next one.
         self._starts = [0]
@@ -193,6 +194,7 @@ class BucketPlan:
         batches: list[Batch] = []
         counts: dict[int, EntryCounts] = {}
         members: dict[ClipShape, np.ndarray] = {}
+        # Entries in their fixed order: each draws from the generator where the one before ended.
         for index, entry in enumerate(self.buckets.entries):
             if not entry.batch_size:
                 continue
@@ -224,6 +226,7 @@ class BucketPlan:
 
     def _by_shape(self, entry: BucketEntry, clips: np.ndarray) -> dict[ClipShape, np.ndarray]:
         """The clips of an entry, divided by their aspect ratio."""
+        # Sets have far fewer sizes than clips.
         sizes, inverse = np.unique(self.size_of_clip[clips], return_inverse=True)
         shapes = [entry.shape_at(height / width) for height, width in self.sizes[sizes]]
         known = sorted(set(shapes))
@@ -238,6 +241,7 @@ def cut_into_steps(
 
     By cost, ties and steps are shuffled. Of mixed steps, the last one may be smaller.
     """
+    # Sorting is stable, so this shuffles ties.
     ordered = [batches[index] for index in rng.permutation(len(batches))]
     if order == "by_cost":
         ordered.sort(key=lambda batch: -batch.cost)

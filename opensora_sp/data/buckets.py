@@ -139,6 +139,7 @@ class Buckets:
         for first, last in self._resolutions():
             enough = pixels >= MIN_PIXEL_SHARE * num_pixels(self.entries[first].resolution)
             candidates = (assigned < 0) & enough
+            # Until an entry of this resolution is long enough for it.
             assigned[candidates & (assigned == SMALL)] = SHORT
 
             for number in range(first, last):
@@ -231,6 +232,7 @@ def _entry(resolution: str, num_frames: Any, pair: Any) -> BucketEntry:
         )
 
     keep, keep_frames = probabilities if is_pair else (*probabilities, None)
+    # Open-Sora has batch sizes of None there.
     if not keep:
         return BucketEntry(resolution, num_frames, 0.0, keep_frames, 0)
     if batch_size is not None and not (isinstance(batch_size, int) and batch_size >= 1):

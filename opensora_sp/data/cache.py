@@ -94,6 +94,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
                 raise ValueError(f"{len(columns.fps)} frame rates of {len(columns.clips)} clips")
             self._latents[shape] = columns
 
+        # A clip without its caption would be found in the middle of a training.
         texts = self.index["texts"]
         self._shard_numbers(texts)
         for columns in self._latents.values():

@@ -99,6 +99,7 @@ class Shard:
         try:
             with safe_open(path, "pt") as file:
                 header = parse_json(file.metadata()["clips"], f"the header of {path}")
+                # From shapes alone: no tensor is read.
                 for name in file.keys():
                     if name.startswith("text/"):
                         texts[int(name.split("/")[1])] = file.get_slice(name).get_shape()[0]
@@ -194,6 +195,7 @@ def checksums(name: str, record: Tensor, first: int = 0) -> list[int]:
     parts = record.unbind(1) if name.startswith("latents/") else [record]
     sums = []
     for number, part in enumerate(parts, first):
+        # Of the name as well, so that exchanged records are noticed.
         start = zlib.crc32(f"{name} {number} {part.dtype} {tuple(part.shape)}".encode())
         sums.append(zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start))
     return sums
@@ -313,7 +315,12 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
             f"run opensora-sp precompute CONFIG -o {folder}, which resumes where it was interrupted"
         )
-    index = read_sealed(folder, INDEX)
+    check_files(folder, [INDEX])
+    try:
+        index: dict[str, Any] = read_json(folder / INDEX, max_bytes=INDEX_BYTES)
+        check_seal(index)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise damaged_index(folder, str(error)) from None
     if index.get("format") != FORMAT:
         raise ValueError(
             f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected "
@@ -329,27 +336,12 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def read_sealed(folder: Path, name: str) -> dict[str, Any]:
-    """The index of a cache, or another JSON object in its folder.
-
-    Raises:
-        ValueError: if the file leads out of the folder, or is damaged.
-    """
-    check_files(folder, [name])
-    try:
-        content: dict[str, Any] = read_json(folder / name, max_bytes=INDEX_BYTES)
-        check_seal(content)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise damaged_index(folder, str(error), name) from None
-    return content
-
-
-def damaged_index(folder: Path, reason: str, name: str = INDEX) -> ValueError:
-    """The error of an index, or another JSON file, that is not what was written."""
+def damaged_index(folder: Path, reason: str) -> ValueError:
+    """The error of an index that is not what was written."""
     return ValueError(
-        f"got the feature cache {str(folder)!r} with a damaged {name} ({reason}); expected what "
-        f"was written; remove {name} and run opensora-sp precompute again, which makes it from the "
-        "shards"
+        f"got the feature cache {str(folder)!r} with a damaged {INDEX} ({reason}); expected what "
+        f"was written; remove {INDEX} and run opensora-sp precompute again, which makes it from "
+        "the shards"
     )
 
 

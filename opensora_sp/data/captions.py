@@ -92,6 +92,7 @@ class Captions:
         if not self.with_scores:
             return captions
 
+        # By line and not by epoch: a clip has one caption, which a feature cache keeps.
         drawn = generator(SEED, "caption_scores").random((len(captions), len(SCORES)))
         for line, text in enumerate(captions):
             known = {}
@@ -99,6 +100,7 @@ class Captions:
                 score = scores[name][line]
                 known[name] = None if math.isnan(score) or number < DROP else float(score)
             text = text.rstrip()
+            # The sentences follow the caption.
             if text and not text.endswith("."):
                 text += "."
             sentences = score_words(**known, camera=motions[line] or None)

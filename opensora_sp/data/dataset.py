@@ -198,6 +198,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)
         extra: Mapping[str, Tensor] = {}
+        # Always three numbers, so that one option does not change the draws of another.
         start_at, top, left = generator(self.seed, "crop", sample.epoch, sample.clip).random(3)
 
         try:
@@ -211,6 +212,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 time_limit=self.time_limit,
                 limits=self.limits,
             )
+            # The rank with the first frame has them for the group.
             if self.extra is not None and first == 0:
                 extra = self.extra.read(
                     self.rows.files_of(sample.clip),
@@ -235,6 +237,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
 
 
 def _read_array(path: Path, name: str, shape: tuple[int, ...], frames: slice | None) -> Tensor:
+    # A named pipe would block numpy.
     with open_regular(path):
         pass
     try:

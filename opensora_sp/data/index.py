@@ -145,6 +145,7 @@ def sidecar_caption(path: Path) -> str:
 
 
 def _probe(path: Path, limits: Limits) -> Entry | CorruptSample:
+    # Linux allows any bytes in a name.
     shown = os.fsencode(path).decode(errors="backslashreplace")
     if shown != str(path):
         reason = "its name is not UTF-8, in which a manifest is written; rename it"

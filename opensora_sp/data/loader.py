@@ -127,6 +127,7 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatches]:
         """Starts the workers at once, not with the first step."""
+        # DataLoader does not publish its workers.
         others = set(active_children())
         loaded = iter(self._loader)
         self._workers |= set(active_children()) - others
@@ -156,6 +157,7 @@ class StepLoader:
             with record_function("data"):
                 batch = next(loaded)
             self.waited += time.perf_counter() - start
+            # On the rank itself: a worker's exception would come with the worker's traceback.
             if batch.error is not None:
                 raise ValueError(batch.error)
             yield batch

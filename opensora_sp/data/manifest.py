@@ -173,6 +173,7 @@ def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
     """
     path = Path(path)
     check_suffix(path)
+    # A run that reads it meanwhile has the old lines or the new ones.
     with atomic_write(path) as partial:
         _write(partial, [{**entry._asdict(), "path": str(entry.path)} for entry in entries])
 
@@ -345,6 +346,7 @@ def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndar
             continue
         try:
             numbers[row] = number = float(cell)
+            # NaN passes: it stands for a number that is not known.
             if number < 0 or math.isinf(number) or (name in WHOLE and number % 1 > 0):
                 raise ValueError
         except (TypeError, ValueError):

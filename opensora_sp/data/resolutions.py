@@ -103,6 +103,7 @@ SIZES: dict[str, dict[str, tuple[int, int]]] = _all_sizes()
 def num_pixels(resolution: str) -> int:
     """Pixels per frame of a resolution."""
     sizes = sizes_of(resolution)
+    # Not all tables have 9:16.
     height, width = sizes["0.56"] if "0.56" in sizes else sizes["1.0"]
     return height * width
 

@@ -115,6 +115,7 @@ class MicroBatchPlan:
         return MicroBatch(number, epoch, self.shape, tuple(ids.tolist()), 1.0)
 
     def substitute(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
+        # By clip and attempt, so that all ranks find the same one without a message.
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
         return int(self.clips[drawn.integers(len(self.clips))])
 
@@ -231,6 +232,7 @@ class ReplicaBatches:
     def __iter__(self) -> Iterator[ReadRequest]:
         for step in self.steps:
             micro_batches = self.plan.step(step)
+            # The cheapest shape, whose zeros the others wait for least.
             idle = min(micro_batches, key=lambda micro_batch: micro_batch.cost)._replace(ids=())
             for assigned in micro_batches_of(micro_batches, self.replica, self.num_replicas):
                 yield self.request_of(idle if assigned is None else assigned)

@@ -149,6 +149,7 @@ _tree = lru_cache(maxsize=4)(_Tree)
 
 def _table(micro_batches: Sequence[MicroBatch], tree: _Tree, seconds: Seconds) -> np.ndarray:
     """Seconds of each micro-batch in groups of each size, float64 ``[M, sizes]``."""
+    # Groups of a size take equally long.
     first_of_size = [tree.groups[int(np.argmax(tree.size == n))] for n in range(len(tree.sizes))]
     table = np.empty((len(micro_batches), len(tree.sizes)))
     for row, micro_batch in enumerate(micro_batches):
@@ -202,6 +203,7 @@ def _earliest(
     # The longest first, in the smallest groups; before these what does not fit them.
     order = np.lexsort((-table.min(axis=1), -table[:, sizes.start])).tolist()
     best, too_early, end = None, least, limit
+    # Placing is not monotonic in the end, so the best one so far is kept.
     while end > too_early:
         placed = _place(tree, table, order, sizes, end)
         if placed is None:
@@ -237,6 +239,7 @@ def _place(
             return None
 
         groups[row] = index
+        # Groups inside this one wait for it, and groups around it for its last rank.
         free[index : tree.stop[index]] += taken[index]
         latest, around = free[index], tree.parent[index]
         while around >= 0 and free[around] < latest:

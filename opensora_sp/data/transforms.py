@@ -113,6 +113,7 @@ class Degradation:
 
     def of_pixels(self, video: Tensor) -> Tensor:
         """The degraded clip ``[1, 3, F, h, w]``: smaller and back to its size, with noise."""
+        # Space first, frame by frame, as in the release.
         frames = video[0].transpose(0, 1)  # [F, 3, h, w]
         frames = _resampled(frames, [self.downsample_spatial] * 2, "bilinear")
         video = frames.transpose(0, 1)[None]

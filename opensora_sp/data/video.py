@@ -113,6 +113,7 @@ def _read_video(
 
     if len(frames) == num_frames:
         return frames, rate
+    # Too few frames, or frames that are there and cannot be decoded.
     available = _count_frames(path, budget)
     if available >= start + span:
         lost = num_frames - len(frames)

@@ -89,6 +89,7 @@ def draw_frame_mask(
         num_frames: T, latent frames (of patches).
         rng: for example ``generator(seed, "frame_mask", micro_batch, sample)``.
     """
+    # One number, whatever the ratios are.
     drawn, cumulative = rng.random(), 0.0
     for strategy, ratio in check_mask_ratios(ratios).items():
         cumulative += ratio
@@ -210,6 +211,7 @@ def draw_condition(
         num_frames: F, latent frames.
     """
     kind, drop = _draw(kinds, rng), "keep" if drops is None else _draw(drops, rng)
+    # Drawn for all kinds, so that these do not shift later draws.
     noise = float(np.exp(rng.normal(-3.0, 0.5)))
     if num_frames < 3:
         return DrawnCondition(())

@@ -143,6 +143,7 @@ class Steps:
     def of(cls, alpha_bar: Tensor, dtype: torch.dtype) -> Steps:
         """The tables for ``alpha_bar``, float64 ``[N]``, computed in ``dtype``."""
         beta = (1 - alpha_bar / F.pad(alpha_bar[:-1], (1, 0), value=1)).to(dtype)
+        # Again from beta, as in the public implementations, for the same rounding.
         alpha_bar = (1 - beta).cumprod(0)
         previous = F.pad(alpha_bar[:-1], (1, 0), value=1)
 

@@ -39,35 +39,6 @@ def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:
     return lambda x, t, x_mask: model(x, t, x_mask=x_mask, **inputs).to(x.dtype)
 
 
-def guided(
-    model: Callable[..., Tensor],
-    scale: float,
-    *,
-    channels: int | None = None,
-    **inputs: Any,
-) -> Prediction:
-    """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, conditional half first.
-
-    Args:
-        model: called as ``model(x, t, **inputs)`` on the doubled batch.
-        scale: 1 is the conditional prediction alone.
-        channels: number of output channels that are guided, by default as many as of x. Further
-            ones, such as a learned variance, are taken from the conditional half.
-        inputs: further model inputs for the doubled batch, such as ``drop_caption [2 * B]``.
-    """
-
-    def predict(x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
-        doubled_mask = None if x_mask is None else torch.cat([x_mask, x_mask])
-        out = model(torch.cat([x, x]), torch.cat([t, t]), x_mask=doubled_mask, **inputs)
-        guided_channels = [x.shape[1] if channels is None else channels]
-        conditional, unconditional = out.to(x.dtype).chunk(2)
-        conditional, rest = conditional.tensor_split(guided_channels, dim=1)
-        unconditional, _ = unconditional.tensor_split(guided_channels, dim=1)
-        return torch.cat([unconditional + scale * (conditional - unconditional), rest], dim=1)
-
-    return predict
-
-
 @dataclass(frozen=True)
 class ConditioningFrames:
     """Conditioning frames of a batch of clips.
@@ -95,7 +66,7 @@ class ConditioningFrames:
         return dict(cond=cond, cond_mask=mask, mask_index=sorted(set(self.index)))
 
     def guided_inputs(self) -> dict[str, Any]:
-        """``inputs`` for the batch of three of ``image_guided``."""
+        """``inputs`` for the batch of three of ``Guidance``."""
         inputs = self.inputs()
         cond, mask = inputs["cond"], inputs["cond_mask"]
         inputs["cond"] = torch.cat([cond, cond, torch.zeros_like(cond)])
@@ -114,49 +85,51 @@ class Guidance:
 
     Args:
         model: called as ``model(x, t, **inputs)`` on the doubled batch, conditional half first, or
-            with ``by_image`` on the batch of three: caption and frames, frames, neither.
-        text_scale: of a step, counted from 0.
-        image_scales: of a step and each of so many frames.
-        by_image: frames guide as well.
+            with ``image_scales`` on the batch of three: caption and frames, frames, neither.
+        text_scale: of a step, counted from 0; 1 is the conditional prediction alone.
+        image_scales: of a step and each of so many frames; None if only the text guides.
+        channels: number of output channels that are guided, by default as many as of x. Further
+            ones, such as a learned variance, are taken from the conditional part.
         flaw_fix: guidance by text keeps the deviation of the conditional prediction
             (``fix_flaws``).
-        inputs: further model inputs for that batch.
+        inputs: further model inputs for that batch, such as ``drop_caption``.
     """
 
     def __init__(
         self,
         model: Callable[..., Tensor],
         text_scale: Callable[[int], float],
-        image_scales: Callable[[int, int], list[float]],
+        image_scales: Callable[[int, int], list[float]] | None = None,
         *,
-        by_image: bool,
+        channels: int | None = None,
         flaw_fix: bool = False,
         **inputs: Any,
     ) -> None:
         self.model, self.inputs = model, inputs
         self.text_scale, self.image_scales = text_scale, image_scales
-        self.by_image, self.flaw_fix = by_image, flaw_fix
+        self.channels, self.flaw_fix = channels, flaw_fix
         self.step = 0
 
     def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
-        """The guided prediction ``[B, c, F, h, w]``."""
-        copies = 3 if self.by_image else 2
+        """The guided prediction ``[B, C_out, F, h, w]``."""
+        copies = 2 if self.image_scales is None else 3
         mask = None if x_mask is None else torch.cat([x_mask] * copies)
         out = self.model(
             torch.cat([x] * copies), torch.cat([t] * copies), x_mask=mask, **self.inputs
         )
-        predictions = out[:, : x.shape[1]].to(x.dtype).chunk(copies)
-
-        combine = self._by_image if self.by_image else self._by_text
-        guided = combine(*predictions)
+        # In the dtype of the latents: differences of bf16 predictions would lose digits.
+        guided, further = out.to(x.dtype).tensor_split([self.channels or x.shape[1]], dim=1)
+        combine = self._by_text if self.image_scales is None else self._by_image
+        combined = combine(*guided.chunk(copies))
         self.step += 1
-        return guided
+        return torch.cat([combined, further[: len(x)]], dim=1)
 
     def _by_text(self, both: Tensor, neither: Tensor) -> Tensor:
         guided = neither + self.text_scale(self.step) * (both - neither)
         return fix_flaws(guided, both) if self.flaw_fix else guided
 
     def _by_image(self, both: Tensor, frames: Tensor, neither: Tensor) -> Tensor:
+        assert self.image_scales is not None
         scales = self.image_scales(self.step, both.shape[2])
         image_scale = both.new_tensor(scales)[:, None, None]  # [F, 1, 1]
         text = self.text_scale(self.step) * (both - frames)

@@ -23,7 +23,7 @@ from torch import Tensor
 from opensora_sp.common.tensors import to_device
 
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
-from .guidance import guided
+from .guidance import Guidance
 from .loss import Positions
 from .process import Geometry, Noised, OnStep, Prediction, by_frame
 
@@ -268,8 +268,8 @@ class IDDPM:
         return x if noise is None else x + (1 - step.is_first) * sigma * noise
 
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-        """The guided prediction, with the variance of the captioned half; see ``guided``."""
-        return guided(model, self.cfg_scale, channels=self.cfg_channel, **inputs)
+        """The guided prediction, with the variance of the captioned half; see ``Guidance``."""
+        return Guidance(model, lambda step: self.cfg_scale, channels=self.cfg_channel, **inputs)
 
     def sample(
         self,

@@ -87,6 +87,7 @@ class Positions:
         sums = values.sum(-1)  # [N, *]
         if self.counted is not None:
             sums = sums * self.counted
+        # Rows of a shard belong to several samples.
         totals = values.new_zeros(len(self.count)).index_add(0, self.sample, sums.flatten(1).sum(1))
         return totals / self.count.clamp(min=1)
 
@@ -163,6 +164,7 @@ def frame_weights(num_frames: int, conditioning_frames: Sequence[int], weight: f
     Args:
         weight: 0 to 1; more would leave less than nothing to the other frames.
     """
+    # A frame may be named twice.
     index = sorted(set(conditioning_frames))
     others = num_frames - len(index)
     rest = (num_frames - len(index) * weight) / others if others else 1.0

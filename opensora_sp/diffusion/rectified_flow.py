@@ -142,12 +142,10 @@ class RectifiedFlow:
         With ``mask_index`` among the inputs, frames guide as well, and the inputs are for the batch
         of three.
         """
-        by_image = bool(inputs.get("mask_index"))
         return Guidance(
             model,
             self.text_scale,
-            self.image_scales,
-            by_image=by_image,
+            self.image_scales if inputs.get("mask_index") else None,
             flaw_fix=self.use_flaw_fix,
             **inputs,
         )

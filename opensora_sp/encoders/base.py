@@ -129,6 +129,7 @@ def chunks(count: int, size: int, overlap: int = 0) -> list[slice]:
 
     Neighbours have ``overlap`` entries in common.
     """
+    # At least one, also of a clip that is shorter than the overlap.
     starts = range(0, max(count - overlap, 1), size - overlap)
     return [slice(start, min(start + size, count)) for start in starts]
 

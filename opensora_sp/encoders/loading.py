@@ -79,6 +79,7 @@ class FrozenEncoder(nn.Module):
     @property
     def streamed_layers(self) -> list[nn.Module]:
         """The layers that are copied one at a time with ``offload="layers"``."""
+        # The blocks of a network are nearly all of its weights.
         lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
         return list(max(lists, key=weight_bytes, default=[]))
 
@@ -117,6 +118,7 @@ def copied(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]
     copies = {id(tensor): tensor.detach().to(device) for _, _, tensor in originals}
     try:
         for module, name, tensor in originals:
+            # Replaced by name: the modules keep no reference to the copy after the call.
             copy = copies[id(tensor)]
             if isinstance(tensor, nn.Parameter):
                 copy = nn.Parameter(copy, requires_grad=False)

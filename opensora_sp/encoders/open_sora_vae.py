@@ -104,6 +104,7 @@ class OpenSoraVAE(FrozenEncoder):
             load_strictly(self.chunk_vae, files)
 
         self.dtype = DTYPES[dtype]
+        # Each alone: shift and scale stay float32.
         self.chunk_vae.spatial_vae.to(self.dtype)
         self.chunk_vae.temporal_vae.to(self.dtype)
 

@@ -96,6 +96,7 @@ class T5TextEncoder(FrozenEncoder):
         ids = torch.full((len(texts), self.max_length), PAD)
         mask = torch.zeros_like(ids)
         for row, text_tokens in enumerate(tokens):
+            # A truncated caption ends as any other.
             kept = [*text_tokens[: self.max_length - 1], END]
             ids[row, : len(kept)] = torch.tensor(kept)
             mask[row, : len(kept)] = 1

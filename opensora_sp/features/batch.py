@@ -82,6 +82,7 @@ class DrawConfig:
     def of_training(cls, cfg: TrainConfig, model_config: Any, channels: int) -> DrawConfig:
         """Draws of training. Branches are dropped at rates that grow with the depth."""
         rates = None
+        # In float64: rates are compared with float64 draws.
         if model_config.drop_path:
             depth = model_config.depth
             rates = torch.linspace(0, model_config.drop_path, depth, dtype=torch.float64)
@@ -149,6 +150,7 @@ class DrawConfig:
     ) -> tuple[tuple[bool, ...], ...] | None:
         if self.mask_ratios is None:
             return None
+        # Whole patches are conditioning frames, since a token has one timestep.
         patches = -(-num_frames // self.patch_frames)
         masks = []
         for key in keys:
@@ -246,6 +248,7 @@ class BatchMaker:
         )
         if x_mask is not None:
             x_mask = to_device(x_mask, self.device)
+        # The loss weighs these frames.
         index = () if draws.condition is None else draws.condition.index
         noised = Noised.of(self.flow, latents, draws.noise, t, x_mask, index, *true)
         return Batch(noised, inputs, draws.ids, features.text_lengths, tuple(features.extra))

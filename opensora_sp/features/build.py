@@ -135,6 +135,7 @@ def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: i
     """
     if cfg.micro_batches_per_step is None and "micro_batches_per_step" in state:
         return int(state["micro_batches_per_step"])
+    # With "auto" a rank may be a replica.
     replicas = max(1, world_size // cfg.sp_size) if isinstance(cfg.sp_size, int) else world_size
     return cfg.micro_batches(replicas)
 

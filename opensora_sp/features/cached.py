@@ -98,6 +98,7 @@ def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
     """Raise ValueError unless the cache was made of what the config would encode."""
     made = dataset.index["made_of"]
     wanted = made_of(cfg, dataset.rows)
+    # The cache has its own copy of the manifest, with absolute paths.
     wanted["dataset.manifest"] = made["dataset.manifest"]
     if cfg.dataset.manifest is not None:
         files = () if cfg.extra_files is None else cfg.extra_files.names
@@ -135,6 +136,7 @@ def clips_used(plan: BatchPlan, steps: int, corrupt: Set[Key]) -> dict[ClipShape
             in_shape = used.setdefault(shape, set())
             in_shape.update(in_epoch)
 
+            # Of a micro-batch, substitutes depend on epoch and shape alone.
             batch = MicroBatch(0, epoch, shape, (), 0.0)
             for clip, corrupt_shape in corrupt:
                 if corrupt_shape == shape and clip in in_epoch:

@@ -82,6 +82,7 @@ class CorruptSamples:
         dist.all_reduce(counts)
         read, substituted, unreported = map(int, counts.tolist())
 
+        # One small reduction in the usual case, objects only where there is news.
         if unreported:
             self._exchange_reports()
         if substituted > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.rows))):

@@ -48,6 +48,7 @@ def distribute_pieces(
     per_clip = len(pieces)
     portions: list[list[Portion]] = []
     for rank in range(num_ranks):
+        # Contiguous runs: a rank seeks once in a file.
         start, stop = balanced_range(len(places) * per_clip, num_ranks, rank)
         rank_portions = []
         for number, place in enumerate(places):
@@ -85,6 +86,7 @@ def agreed_rates(rates: Mapping[int, float | None], mesh: SequenceMesh) -> dict[
     """
     if mesh.sp_size == 1:
         return dict(rates)
+    # On the host, so that no rank waits for its device.
     corrupt = [rate is None for rate in rates.values()]
     message = torch.tensor([corrupt, [rate or 0.0 for rate in rates.values()]], dtype=torch.float64)
     record("clips", backward=False, elements=message.numel(), element_size=8)

@@ -45,7 +45,6 @@ from opensora_sp.data.cache_files import (
     check_files,
     file_checksum,
     index_of,
-    read_sealed,
     sealed,
 )
 from opensora_sp.parallel import closing_process_group, drain_process_group
@@ -63,8 +62,6 @@ logger = logging.getLogger(__name__)
 CLIPS_PER_SHARD = 64
 # Of clips that are encoded together; a larger clip is encoded alone.
 PIXELS_PER_BATCH = 1 << 25
-# Holds the fingerprint until there is an index.
-UNFINISHED = "made_of.json"
 
 
 def precompute(cfg: TrainConfig, folder: str) -> Path:
@@ -139,23 +136,18 @@ class CacheWriter:
         self.disk = Disk()
         self.made_of = made_of(cfg, dataset.rows)
 
-        for path in (folder / INDEX, folder / UNFINISHED):
-            if path.is_file():
-                made = read_sealed(folder, path.name)["made_of"]
-                check_made_of(made, self.made_of, str(folder))
-                break
         self.former = self.shards()
         # No rank writes before all have checked.
         dist.barrier()
         if self.rank == 0:
             self.disk.mkdir(folder)
-            self.disk.write_file(folder / UNFINISHED, _json({"made_of": self.made_of}))
         dist.barrier()
 
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
         shards, changed = self.former, self._changed()
         encoded_before: set[Key] = set().union(*(shard.fps for shard in self.former))
+        # Substitutes of corrupt clips may be corrupt in turn.
         while True:
             new_shards = shards[len(self.former) :]
             new: set[Key] = set().union(*(shard.fps for shard in new_shards))
@@ -228,6 +220,7 @@ class CacheWriter:
         with_caption: set[int] = set().union(*(shard.texts for shard in shards))
         clips = list(todo)
         parts = [clips[i : i + CLIPS_PER_SHARD] for i in range(0, len(clips), CLIPS_PER_SHARD)]
+        # Shards are dealt out in turn, so that ranks end together.
         batches = {}
         for number in range(self.rank, len(parts), self.world):
             batches[number] = self._batches({clip: todo[clip] for clip in parts[number]})
@@ -306,6 +299,7 @@ class CacheWriter:
         for shard in shards:
             shapes.update(shape for _, shape in shard.fps)
 
+        # Absolute, so that the cache can be moved.
         entries = (
             entry._replace(path=Path(os.path.realpath(entry.path))) for entry in self.dataset.rows
         )
@@ -316,8 +310,7 @@ class CacheWriter:
         index = index_of(self.made_of, source, sizes, shards, outdated)
         index["manifest_columns"] = self.dataset.fingerprint
         index[MANIFEST_CHECKSUM] = file_checksum(self.folder / MANIFEST)
-        self.disk.write_file(self.folder / INDEX, _json(sealed(index)))
-        self.disk.unlink(self.folder / UNFINISHED)
+        self.disk.write_file(self.folder / INDEX, (json.dumps(sealed(index)) + "\n").encode())
 
         logger.info(
             "feature cache %s: latents of %d clips in %d shapes, %d captions, %d corrupt",
@@ -331,7 +324,3 @@ class CacheWriter:
 
 def _number(shard: Path) -> int:
     return int(shard.stem.removeprefix("shard-"))
-
-
-def _json(content: Any) -> bytes:
-    return (json.dumps(content) + "\n").encode()

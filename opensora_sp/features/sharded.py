@@ -186,6 +186,7 @@ class ShardedEncoder:
         places = list(range(len(ids)))
         features = self.filled(float("nan"), len(ids), shape)
 
+        # The group agrees on corrupt clips in each turn, so all ranks leave the loop together.
         for attempt in range(MAX_SUBSTITUTES + 1):
             places = self.encode_readable(features, ids, places, items)
             if not places:
@@ -203,6 +204,7 @@ class ShardedEncoder:
                 f"{self.corrupt.last}; expected video files; check the manifest's paths"
             )
 
+        # Verification compares the first micro-batch of a group only.
         self._take_whole.discard(self.mesh.group)
         self.corrupt.count_used(ids)
         return micro_batch._replace(ids=tuple(ids)), features
@@ -333,6 +335,7 @@ class ShardedEncoder:
         """Write received payloads into ``features``."""
         positions = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
         numbers = to_device(assignment.delivery.place, self.device)
+        # Each position is received once, so the order of senders does not matter.
         positions[numbers] = torch.cat([payload.latents for payload in received])
 
         for sender, payload in enumerate(received):
@@ -361,6 +364,7 @@ class ShardedEncoder:
         for rank_portions in distribute_pieces(places, self.source.pieces(shape), ranks):
             portions.append([portion for portion in rank_portions if portion.place not in corrupt])
 
+        # Positions are numbered once, and rows select numbers.
         numbers = torch.arange(num_clips * size[0] * size[1] * size[2]).view(num_clips, *size)
         made = []
         for rank_portions in portions:

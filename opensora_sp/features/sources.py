@@ -112,6 +112,7 @@ class DegradedClips(Encoders):
         return [torch.cat([self._degraded(clip, clean), clean]) for clip, clean in pairs]
 
     def _degraded(self, clip: Clip, clean: Tensor) -> Tensor:
+        # Images are not degraded in the release.
         if clip.video.shape[1] == 1:
             return clean
 

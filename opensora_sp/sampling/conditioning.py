@@ -110,6 +110,7 @@ def insert_references(
         source = _first_frame(insertion.reference_start, available, align, insertion, "reference")
         target = _first_frame(insertion.start, num_frames, align, insertion, "video")
 
+        # Frames beyond either end are cut off.
         length = min(insertion.length, available - source, num_frames - target)
         latent[:, target : target + length] = reference[:, source : source + length]
         mask[target : target + length] = insertion.edit

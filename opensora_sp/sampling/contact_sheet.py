@@ -69,6 +69,7 @@ def draw_text(
 
 def font_of(text: str) -> str:
     """The font with most of a text's characters."""
+    # Of equally good ones the first, DejaVu.
     return max(font_files(), key=lambda file: sum(ord(c) in characters(file) for c in text))
 
 

@@ -126,6 +126,7 @@ def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[U
     Of P whole videos each rank decodes the one that it writes, without communication. The units of
     the remaining videos are distributed one by one.
     """
+    # No frames are sent as long as each rank has a whole video.
     num_local = num_videos - num_videos % ranks
     for first in range(0, num_local, ranks):
         for unit in units:

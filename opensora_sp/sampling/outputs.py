@@ -73,6 +73,7 @@ class Output:
         self.title = drawable(request.prompt.text, f"video {request.index:03d}")
         self.name, self.facts = request.name, facts
 
+        # Nothing has its final name before it is complete.
         self.partial = _partial(self.path)
         fps = facts.get("save_fps") or request.fps
         self.file = FORMATS[facts["format"]](self.partial, fps)

@@ -188,6 +188,7 @@ class Pipeline:
             drop += [text is None for text in negative]
             texts += [prompt if text is None else text for prompt, text in zip(prompts, negative)]
 
+        # T5 is expensive, and prompts often share their negative prompt.
         distinct = list(dict.fromkeys(texts))
         y, mask = self.text_encoder.encode(distinct)
         indices = [distinct.index(text) for text in texts]

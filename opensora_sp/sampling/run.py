@@ -44,6 +44,7 @@ from opensora_sp.parallel import (
     parallelize,
 )
 from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
@@ -53,7 +54,6 @@ from .pipeline import Pipeline
 from .process_groups import (
     choose_groups,
     counted,
-    find_ranks_of_hosts,
     free_memory,
     place_encoders,
 )
@@ -78,6 +78,8 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         requests, weights = preflight(cfg)
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         compared |= {"lora": found_at(cfg.lora), "weights": found_at([str(weights)])}
+        # Ranks choose groups by the number of ranks on a host, and have to choose alike.
+        compared[RANKS_OF_HOST] = os.environ.get(RANKS_OF_HOST, UNSET)
     store = join_rendezvous(compared)
     with closing_process_group(), Watchdog(store, grace_time=0):
         device = start_process_group(store)
@@ -146,6 +148,7 @@ def opened_adapters(
     """
     if not sources:
         return []
+    # Shapes are all that is compared.
     with torch.device("meta"):
         model = cfg.model_spec.build()
     opened = []
@@ -249,12 +252,13 @@ def _sample_all(
         return []
 
     cost_model = cost_model_of(cfg.cost_model)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     groups = choose_groups(
         cfg,
         requests,
-        dist.get_world_size() if dist.is_initialized() else 1,
+        world_size,
         cost_model=cost_model,
-        ranks_of_hosts=find_ranks_of_hosts(),
+        ranks_per_node=int(os.environ.get(RANKS_OF_HOST, world_size)),
     )
     for line in [groups.why, *unused_settings(cfg, groups.sp_size)]:
         logger.info("%s", line)

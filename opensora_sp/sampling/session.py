@@ -138,6 +138,7 @@ class Session:
 
         # Memory for two models would not be there.
         self._loaded = None
+        # Modules with hooks are in cycles.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -182,6 +183,7 @@ class _Steps:
 
         Nor after one that failed, for example for lack of memory: the video is still finished.
         """
+        # The first step has a preview at once.
         since = time.perf_counter()
         if since < self.next_preview:
             return b""

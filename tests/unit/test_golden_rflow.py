@@ -11,7 +11,6 @@ from golden_schedulers import toy_network
 from golden_values import close, close_gradient, load, under
 
 from opensora_sp.diffusion import Geometry, Noised, RectifiedFlow, velocity_loss
-from opensora_sp.diffusion.guidance import guided
 
 pytestmark = pytest.mark.core
 
@@ -34,7 +33,7 @@ def test_complete_sampling() -> None:
             return toy_network(x, t, text, x_mask)  # noqa: B023
 
         out = flow.sample(
-            guided(network, flow.cfg_scale, drop_caption=torch.zeros(2 * len(z), dtype=torch.bool)),
+            flow.guide(network, drop_caption=torch.zeros(2 * len(z), dtype=torch.bool)),
             z,
             geometry=geometry_of(
                 list(case["geometry"].values()) if case["geometry"] else None, len(z)

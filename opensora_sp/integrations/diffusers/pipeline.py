@@ -184,6 +184,7 @@ class OpenSoraPipeline(Base):
     def to(self, *args: Any, **kwargs: Any) -> OpenSoraPipeline:
         """Move all components to a device. A dtype is the transformer's alone."""
         kwargs.pop("silence_dtype_warnings", None)
+        # As torch.nn.Module.to takes its arguments.
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         self.transformer.to(device=device, dtype=dtype)
         if device is not None:

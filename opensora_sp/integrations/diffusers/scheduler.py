@@ -123,6 +123,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         if self._step_index is None:
             self._step_index = self._index_of(timestep)
         i = self._step_index
+        # Timesteps may repeat after rounding, indices do not.
         self._step_index += 1
         moved = sample.float() + (self.sigmas[i + 1] - self.sigmas[i]) * model_output
         moved = moved.to(model_output.dtype)
