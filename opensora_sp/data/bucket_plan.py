@@ -207,6 +207,7 @@ class BucketPlan:
                     part = tuple(shuffled[first : first + entry.batch_size])
                     batches.append(Batch(shape, part, self.cost(shape, len(part)), entry.name))
             counts[index] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
+
         steps = cut_into_steps(batches, rng, self.batch_order, self.micro_batches_per_step)
         return Epoch(number, entry_of_clip, steps, members, counts)
 

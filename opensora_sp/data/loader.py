@@ -112,6 +112,7 @@ class StepLoader:
         self.batches, self.device = batches, device
         self.waited = 0.0
         self._workers: set[BaseProcess] = set()
+
         self._loader: DataLoader[LoadedBatch] = DataLoader(
             MicroBatchReader(dataset, draw),
             batch_size=None,

@@ -211,10 +211,12 @@ def _check_columns(path: Path, columns: dict[str, list[Any]], files: Sequence[st
             f"got manifest {str(path)!r} with the columns {list(columns)}; expected "
             f"{' and '.join(required)}; add {' and '.join(missing)} to its {where}"
         )
+
     if not columns["path"]:
         raise ValueError(
             f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
         )
+
     for name in ("path", *files):
         without = [row for row, cell in enumerate(columns[name]) if cell is None or cell == ""]
         if without:

@@ -165,6 +165,7 @@ def check_degradation(prob: Mapping[str, float] | None, strength: Mapping[str, A
             expected = f"a list of ratios, some of {list(RATIOS)}"
         else:
             fits, expected = _is_share(bound), "the largest share of noise, from 0 to 1"
+
         if not fits:
             raise ValueError(
                 f"got noise_strength[{kind!r}] = {bound!r}; expected {expected}; correct it, or "

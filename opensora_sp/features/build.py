@@ -91,6 +91,7 @@ def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: in
             cost=Work(cfg, dataset).flops,
             batch_order=cfg.batch_order,
         )
+
     return MicroBatchPlan(
         num_samples=len(dataset),
         batch_size=cfg.batch_size,

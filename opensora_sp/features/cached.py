@@ -79,6 +79,7 @@ def check_made_of(made: dict[str, Any], wanted: dict[str, Any], folder: str) -> 
             )
         elif ours != theirs:
             differing.append(f"{key} {ours!r} (there {theirs!r})")
+
     if differing:
         hint = ""
         if any(".weights " in text for text in differing):

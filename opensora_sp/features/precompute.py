@@ -113,11 +113,13 @@ def check_reproducible(cfg: TrainConfig) -> None:
             "same in every epoch; set dataset.transform=resize_center_crop "
             "dataset.clip_start=middle, for the cache and for the training"
         )
+
     if cfg.noise_augmentation:
         raise ValueError(
             "got noise_augmentation for a feature cache; expected clips that are the same in every "
             "epoch; remove noise_augmentation, or train without a cache"
         )
+
     if cfg.dataset.type == "CachedFeatures":
         raise ValueError(
             "got dataset.type 'CachedFeatures' to make a feature cache of; expected 'VideoText' or "

@@ -297,6 +297,7 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
             f"{cfg.vae['type']!r} gives back {decoded}; expected a count that comes back; "
             f"set num_frames={advised}"
         )
+
     wanted = cfg.model_spec.input_size
     if wanted is not None and wanted != latent_size:
         raise ValueError(
@@ -389,6 +390,7 @@ def extra_inputs(cfg: InferenceConfig, request: Request, start: int = 0) -> dict
             f"{names}, which the model {cfg.model_spec.name!r} takes with the prompt; set inputs "
             "of the prompt, for example inputs=dict(actions='actions.npy')"
         )
+
     _check_loops(cfg)
     try:
         return {} if files is None else files.read(request.inputs, request.shape, start=start)
