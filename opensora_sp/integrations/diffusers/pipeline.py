@@ -68,11 +68,9 @@ class OpenSoraPipeline(Base):
         scheduler: an ``OpenSoraScheduler``.
         vae_config, text_encoder_config: their entries in a sampling config, such as
             ``dict(type="t5", from_pretrained=..., max_length=300)``.
-
-    Raises:
-        ValueError: without these.
     """
 
+    # diffusers takes arguments without a default for components.
     def __init__(
         self,
         transformer: ConditionedModel,
@@ -83,13 +81,6 @@ class OpenSoraPipeline(Base):
         text_encoder_config: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        # diffusers takes arguments without a default for components.
-        if vae_config is None or text_encoder_config is None:
-            raise ValueError(
-                f"got vae_config {vae_config} and text_encoder_config {text_encoder_config}; "
-                "expected both, as in a sampling config; pass for example "
-                "vae_config=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
-            )
         self.register_modules(
             transformer=transformer, vae=vae, text_encoder=text_encoder, scheduler=scheduler
         )

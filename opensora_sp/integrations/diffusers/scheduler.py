@@ -72,11 +72,8 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         self, num_inference_steps: int | None, guidance_scale: float | None
     ) -> RectifiedFlow:
         """The process with other steps and guidance; None keeps what the config has."""
-        changes: dict[str, Any] = {}
-        if num_inference_steps is not None:
-            changes["num_sampling_steps"] = num_inference_steps
-        if guidance_scale is not None:
-            changes["cfg_scale"] = guidance_scale
+        asked = {"num_sampling_steps": num_inference_steps, "cfg_scale": guidance_scale}
+        changes: Any = {name: asked[name] for name in asked if asked[name] is not None}
         return replace(self.flow, **changes)
 
     def set_timesteps(
