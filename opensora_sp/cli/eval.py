@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
-    from opensora_sp.data.atomic import atomic_write, check_writable
+    from opensora_sp.common.files import atomic_write, check_writable
     from opensora_sp.evaluation.run import Settings, evaluate
     from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 

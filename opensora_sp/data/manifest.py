@@ -14,9 +14,8 @@ from typing import IO, Any, NamedTuple, overload
 
 import numpy as np
 
-from opensora_sp.common.files import open_regular, parse_json
+from opensora_sp.common.files import atomic_write, open_regular, parse_json
 
-from .atomic import atomic_write
 from .captions import CAMERA, CAMERA_MOTIONS, SCORES, Captions, camera_motion
 
 

@@ -22,9 +22,8 @@ import av
 import numpy as np
 from PIL import Image
 
-from opensora_sp.common.files import open_regular
+from opensora_sp.common.files import atomic_write, open_regular
 
-from .atomic import atomic_write
 from .limits import DEFAULT_LIMITS, Budget, Limits
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from opensora_sp.checkpoint import Disk
 from opensora_sp.common.console import RANK_LOCAL
+from opensora_sp.common.files import check_writable
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     BatchPlan,
@@ -33,7 +34,6 @@ from opensora_sp.data import (
     VideoTextDataset,
     write_manifest,
 )
-from opensora_sp.data.atomic import check_writable
 from opensora_sp.data.cache_files import (
     INDEX,
     MANIFEST,

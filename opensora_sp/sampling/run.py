@@ -29,10 +29,10 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import warn_of_other_base
 from opensora_sp.common.console import LOGGER, RANK_LOCAL
+from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
 from opensora_sp.config.unused import unused_settings
-from opensora_sp.data.atomic import check_writable
 from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel

@@ -16,10 +16,9 @@ from opensora_sp.checkpoint import (
     open_weights,
 )
 from opensora_sp.checkpoint.paths import checkpoint_step, had_checkpoints
-from opensora_sp.common.files import read_json
+from opensora_sp.common.files import check_writable, read_json
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import CachedFeatures
-from opensora_sp.data.atomic import check_writable
 from opensora_sp.encoders import check_packages
 from opensora_sp.features.build import (
     TrainingSet,
