@@ -130,7 +130,7 @@ def device_line(finding: Finding) -> str:
 
 
 def device_summary(examination: Examination) -> str:
-    """How many findings failed, and the time of all."""
+    """The number of findings that failed, and the time of all."""
     findings = examination.findings
     failed = sum(finding.verdict == "FAIL" for finding in findings)
     verdict = f"{failed} of {len(findings)} findings failed" if failed else "no finding failed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -36,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
+    from opensora_sp.common.files import check_writable
     from opensora_sp.data import Limits, find_files, index_files, write_manifest
     from opensora_sp.data.index import check_captions, read_captions, relative_entries
     from opensora_sp.data.manifest import check_suffix
@@ -48,7 +48,13 @@ def run(args: argparse.Namespace) -> None:
                 f"got --{option.replace('_', '-')} {number}; expected at least 1; change it or "
                 "leave it out"
             )
-    _check_writable(args.output)
+    if args.output.is_dir():
+        raise ValueError(
+            f"got --output {str(args.output)!r}, which is a folder; expected a file to write; "
+            "choose another name"
+        )
+    check_writable(args.output.parent, "--output in")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     limits = Limits() if args.frame_pixels is None else Limits(frame_pixels=args.frame_pixels)
 
     captions = read_captions(args.captions) if args.captions else None
@@ -73,22 +79,3 @@ def run(args: argparse.Namespace) -> None:
         f"{args.output}: {len(index.entries)} clips, {index.without_caption} of them without a "
         f"caption; {len(index.corrupt)} files cannot be read and were skipped\n"
     )
-
-
-def _check_writable(file: Path) -> None:
-    """Raise ValueError if the manifest could not be written, before hours of probing files."""
-    problem = ""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_dir():
-            problem = "is a folder"
-        elif not os.access(file.parent, os.W_OK):
-            problem = "cannot be written"
-    except OSError as error:
-        problem = f"cannot be written ({error})"
-
-    if problem:
-        raise ValueError(
-            f"got --output {str(file)!r}, which {problem}; expected a file to write; choose "
-            "another name"
-        )

@@ -44,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Write the project, and print what to do next."""
+    from opensora_sp.checkpoint import check_vacant
+    from opensora_sp.common.files import check_writable
     from opensora_sp.config import load_train_config
 
     config = _shipped_config(args.config)
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> None:
             f"expected a config of one size; choose another one, such as {FIRST}"
         )
     folder = args.folder
-    _make_vacant(folder)
+    check_vacant(folder)
+    check_writable(folder, "the folder")
 
     name = _copy_configs(config, folder)
     _copy_prompts(config, folder / "prompts.txt")
@@ -86,23 +89,6 @@ def _shipped_config(name: str) -> Path:
             f"{', '.join(by_name)}"
         )
     return by_name[name]
-
-
-def _make_vacant(folder: Path) -> None:
-    """Make the project's folder; raise ValueError if there is something already."""
-    problem = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            problem = "is not empty"
-    except OSError as error:
-        problem = f"cannot be written ({error})"
-
-    if problem:
-        raise ValueError(
-            f"got the folder {str(folder)!r}, which {problem}; expected a new one; choose another "
-            "name"
-        )
 
 
 def _copy_configs(config: Path, folder: Path) -> str:

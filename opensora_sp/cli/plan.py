@@ -109,28 +109,33 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def table(plan: Plan) -> list[str]:
     """The plan in lines of at most 100 characters."""
-    lines = [
-        f"{plan.model}, {plan.parameters / 1e6:.1f} M parameters, {plan.purpose} in "
-        f"{plan.precision}, {plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
-    ]
-    if plan.communicators is not None:
-        lines[0] = lines[0].partition(" = ")[0]
-        lines += _wrapped(
+    run = plan.run
+    purpose, what = "sampling", "a call of the model"
+    if run.training:
+        purpose, what = "training", "a micro-batch"
+    title = (
+        f"{run.name}, {run.sizes.total / 1e6:.1f} M parameters, {purpose} in {run.cfg.precision}, "
+        f"{run.num_gpus} GPUs"
+    )
+    if run.communicators is not None:
+        degrees = (
             "sp_size: chosen for each micro-batch; below, on the ranks that its batches run on. "
-            + plan.communicators.describe()
+            + run.communicators.describe()
         )
-    elif plan.spans_nodes is not None:
-        spans = "spans nodes: its exchanges use the network"
-        where = spans if plan.spans_nodes else "lies on one node"
-        lines.append(f"a group of {plan.sp_size} ranks {where}")
-    if plan.adapters is not None:
-        lines.append(f"LoRA: {plan.adapters / 1e6:.1f} M parameters of adapters are trained")
+        lines = [title, *_wrapped(degrees)]
+    else:
+        lines = [f"{title} = dp_size {run.num_gpus // run.ranks} x sp_size {run.ranks}"]
+        if run.knows_nodes:
+            spans = "spans nodes: its exchanges use the network"
+            where = spans if run.spans_nodes(run.ranks) else "lies on one node"
+            lines.append(f"a group of {run.ranks} ranks {where}")
+    if run.adapters is not None:
+        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained")
 
-    lines += [*plan.schedule, "", HEAD, *map(_row, plan.buckets)]
-    what = "a micro-batch" if plan.purpose == "training" else "a call of the model"
+    lines += ["", HEAD, *map(_row, plan.buckets)]
     lines += _wrapped(
-        f"MB sent: by a rank for {what}. GB peak: of a rank, {plan.kernels}, without "
-        f"the encoders. s: of {what}, by arithmetic at the rates of {plan.rates}."
+        f"MB sent: by a rank for {what}. GB peak: of a rank, {run.kernels_in_words}, without the "
+        f"encoders. s: of {what}, by arithmetic at the rates of {run.options.cost_model.name}."
     )
     return lines + (_details(plan.buckets[0]) if len(plan.buckets) == 1 else [])
 

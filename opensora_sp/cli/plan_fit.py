@@ -144,7 +144,7 @@ def table(fit: Fit, cfg: TrainConfig) -> str:
 
 
 def _blocks(levels: list[int]) -> str:
-    """How many blocks recompute, in few words."""
+    """The number of blocks that recompute, in few words."""
     recomputed = sum(level < EVERYTHING for level in levels)
     text = f"{recomputed} of {len(levels)} recomputed" if recomputed else "none recomputed"
     offloaded = levels.count(OFFLOADED)

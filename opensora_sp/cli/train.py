@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     """Train; every rank calls it."""
     from opensora_sp.config import load_train_config
     from opensora_sp.runtime.rendezvous import raise_on_all_ranks
-    from opensora_sp.training import train
+    from opensora_sp.training.run import train
 
     with raise_on_all_ranks():
         wandb = [] if args.wandb is None else [f"wandb={args.wandb}"]

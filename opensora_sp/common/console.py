@@ -1,4 +1,4 @@
-"""What the scripts share: reports of errors, handling of Ctrl-C, command-line options, and logging.
+"""Shared by the commands: reports of errors, handling of Ctrl-C, command-line options, and logging.
 
 Imports nothing slow: scripts handle Ctrl-C before they import torch.
 """
@@ -135,7 +135,7 @@ def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
 
 
 def is_shown_on_all_ranks(record: logging.LogRecord) -> bool:
-    """Whether ranks other than 0 show a record: errors, and what only this rank logs."""
+    """True if ranks other than 0 show a record: errors, and what only this rank logs."""
     return record.levelno >= logging.ERROR or getattr(record, "is_rank_local", False)
 
 

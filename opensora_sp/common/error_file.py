@@ -83,7 +83,7 @@ def _claim(marker: Path) -> bool:
 
 
 def _is_stale(marker: Path) -> bool:
-    """Whether the link is of an earlier run: its process had exited before this one started."""
+    """True if the link is of an earlier run: its process had exited before this one started."""
     pid = _read_pid(marker)
     if not pid or _is_running(pid):
         return False
@@ -100,7 +100,7 @@ def _read_pid(marker: Path) -> str:
 
 
 def _is_running(pid: str) -> bool:
-    """Whether a process has not exited; a busy launcher may leave it as a zombie for a while."""
+    """True if a process has not exited; a busy launcher may leave it as a zombie for a while."""
     try:
         return bool(psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE)
     except (psutil.Error, ValueError):

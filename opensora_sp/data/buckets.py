@@ -5,7 +5,7 @@ and frames to (keep probability, batch size). A clip is assigned to the largest 
 has at least 0.8 of the pixels of, and there to the largest number of frames that it is longer than.
 It is kept there with the keep probability; if not, it tries the next resolution. Of a pair of
 probabilities, the second decides whether this number of frames is used at all. A batch size of
-None is chosen when training starts (``training/batch_sizes.py``).
+None is chosen when training starts (``training/memory_fit.py``).
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.planner.checkpointing import recomputed_share
-from opensora_sp.planner.flops import blocks_work
-from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
+from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .sources import CachedSource, DegradedClips, Encoders, Source

@@ -23,7 +23,7 @@ from .run_estimator import RunEstimator
 
 @dataclass(frozen=True)
 class BucketLevels:
-    """What blocks keep in the batches of a bucket on ``ranks`` that share them.
+    """Levels of blocks in the batches of a bucket on ``ranks`` that share them.
 
     Attributes:
         name: of the bucket.

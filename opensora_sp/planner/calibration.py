@@ -29,7 +29,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel, Link, preset_of
 from opensora_sp.runtime.cost_model_file import device_name
 
-from .micro_batch_time import ModelCosts, seconds_of
+from .seconds import ModelCosts, seconds_of
 from .trace import step_inputs
 
 REPEATS, EXCHANGES_REPEATED = 5, 10
@@ -189,7 +189,7 @@ class _Measurement:
                 dist.all_to_all_single, torch.empty_like(numbers), numbers, group=group
             )
 
-            slowest = torch.tensor(self._wall(exchange), device=self.device)
+            slowest = torch.tensor(self._seconds(exchange, exchanges=True), device=self.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
             sent.append(4.0 * elements * (ranks - 1) / ranks)
             seconds.append(float(slowest))
@@ -225,17 +225,11 @@ class _Measurement:
 
         return self._seconds(step), ModelCosts.of("STDiT3", config)
 
-    def _seconds(self, function: Callable[[], Any]) -> float:
-        """Seconds of this process's work: the least of ``REPEATS`` calls after one more."""
-        own_time = not self.on_gpu and torch.get_num_threads() == 1
-        return self._least(function, time.thread_time if own_time else time.perf_counter, REPEATS)
-
-    def _wall(self, function: Callable[[], Any]) -> float:
-        return self._least(function, time.perf_counter, EXCHANGES_REPEATED)
-
-    def _least(
-        self, function: Callable[[], Any], clock: Callable[[], float], repeats: int
-    ) -> float:
+    def _seconds(self, function: Callable[[], Any], *, exchanges: bool = False) -> float:
+        """The least of several calls after one more: of this process's work, or of an exchange."""
+        has_cpu_time = not (exchanges or self.on_gpu) and torch.get_num_threads() == 1
+        clock = time.thread_time if has_cpu_time else time.perf_counter
+        repeats = EXCHANGES_REPEATED if exchanges else REPEATS
         function()
         taken = []
         for _ in range(repeats):

@@ -31,7 +31,7 @@ IN_PIECES = 1.5  # of the largest block; up to 1.2 have been measured (docs/plan
 
 @dataclass(frozen=True)
 class Zero:
-    """How the optimizer is sharded over ``world`` ranks.
+    """The sharding of the optimizer over ``world`` ranks.
 
     Weights and gradients have ``element_size`` bytes a number. ``accumulates``: several
     micro-batches per rank and step. ``accumulates_locally``: with ``AccumulatingZeroOptimizer``.

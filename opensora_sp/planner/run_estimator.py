@@ -36,8 +36,8 @@ from .checkpointing import (
 )
 from .communicators import communicators_of, gpus_of_node
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
-from .micro_batch_time import ModelCosts, seconds_of
 from .sampling_memory import FREE_SHARE, SamplingMemory, placed
+from .seconds import ModelCosts, seconds_of
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, traffic
 
@@ -58,7 +58,7 @@ class Memory:
     pinned: int = 0
 
     def describe(self) -> str:
-        """What blocks keep, for the log and the planner's table."""
+        """Activations that blocks keep, for the log and the planner's table."""
         size = f": {self.pinned / 1e9:.3f} GB of a rank" if self.pinned else ""
         return describe(self.levels) + size
 
@@ -157,6 +157,11 @@ class RunEstimator:
             self.kernels_in_words += ", since Triton is not installed here"
         else:
             self.kernels, self.kernels_in_words = "triton", "with Triton kernels"
+
+    @property
+    def adapters(self) -> int | None:
+        """Parameters of the adapters that are trained alone; None without LoRA."""
+        return None if self.lora is None else sum(self.sizes.trainable)
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -296,7 +301,7 @@ class RunEstimator:
         )
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
-        """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
+        """The level of each block; ``needed`` are the bytes that a step takes with such levels."""
         if self.checkpointing != "auto":
             return levels_of(self.checkpointing, self.config.num_blocks)
         return choose_levels(needed, self.budget, self.config.num_blocks, self.known_levels)

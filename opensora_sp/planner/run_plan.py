@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.parallel.strategies import strategy_for
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .batches import BatchSpec, batches_by_name, buckets_of
 from .bucket_levels import ranks_of_bucket
-from .communicators import Communicators
 from .run_estimator import Estimate, RunEstimator
 from .sampling_memory import SamplingMemory
 
@@ -42,41 +40,37 @@ class BatchEstimate(Estimate):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run.
+    """The estimates of all buckets, and the estimator of the run."""
 
-    ``adapters`` are the parameters of LoRA adapters, which are then trained alone.
-    ``spans_nodes`` is None for unknown nodes; ``kernels`` describes the kernels of all estimates,
-    ``rates`` names the cost model of their seconds. ``schedule`` describes optimizer, learning rate
-    and EMA weights; empty for sampling.
-    """
-
-    purpose: str
-    model: str
-    parameters: int
-    adapters: int | None
-    num_gpus: int
-    sp_size: int
-    dp_size: int
-    communicators: Communicators | None  # of groups of several sizes
-    precision: str
-    grad_checkpoint: bool | int | str
-    kernels: str
-    rates: str
-    spans_nodes: bool | None
-    memory_gb: float | None
-    schedule: list[str]
+    run: RunEstimator
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values, with the means and sums that the table shows."""
-        content = asdict(self)
-        for bucket, shown in zip(self.buckets, content["buckets"], strict=True):
+        run, buckets = self.run, [asdict(bucket) for bucket in self.buckets]
+        for bucket, shown in zip(self.buckets, buckets, strict=True):
             shown["memory"]["kept"]["total"] = bucket.memory.kept.total
             shown["memory"]["peak"]["needed"] = bucket.memory.peak.needed
             shown["traffic"].update(mean=bucket.traffic.mean, busiest=bucket.traffic.busiest)
             if bucket.sampling is not None:
                 shown["sampling"]["peak"] = bucket.sampling.peak
-        return content
+        return dict(
+            purpose="training" if run.training else "sampling",
+            model=run.name,
+            parameters=run.sizes.total,
+            adapters=run.adapters,
+            num_gpus=run.num_gpus,
+            sp_size=run.ranks,
+            dp_size=run.num_gpus // run.ranks,
+            communicators=run.communicators and asdict(run.communicators),
+            precision=run.cfg.precision,
+            grad_checkpoint=run.checkpointing,
+            kernels=run.kernels_in_words,
+            rates=run.options.cost_model.name,
+            spans_nodes=run.spans_nodes(run.ranks) if run.knows_nodes else None,
+            memory_gb=run.device_memory and run.device_memory / 1e9,
+            buckets=buckets,
+        )
 
 
 def estimator_of(
@@ -142,25 +136,8 @@ def plan_of(
             batches fit on.
         progress: iterates over the buckets and may show how far it is.
     """
-    cfg, batches = run.cfg, _buckets_on_ranks(run, degrees or {})
-    return Plan(
-        purpose="training" if run.training else "sampling",
-        model=run.name,
-        parameters=run.sizes.total,
-        adapters=None if run.lora is None else sum(run.sizes.trainable),
-        num_gpus=run.num_gpus,
-        sp_size=run.ranks,
-        dp_size=run.num_gpus // run.ranks,
-        communicators=run.communicators,
-        precision=cfg.precision,
-        grad_checkpoint=run.checkpointing,
-        kernels=run.kernels_in_words,
-        rates=run.options.cost_model.name,
-        spans_nodes=run.spans_nodes(run.ranks) if run.knows_nodes else None,
-        memory_gb=None if run.device_memory is None else run.device_memory / 1e9,
-        schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
-        buckets=[_estimate(run, batch, ranks) for batch, ranks in progress(batches)],
-    )
+    batches = progress(_buckets_on_ranks(run, degrees or {}))
+    return Plan(run, [_estimate(run, batch, ranks) for batch, ranks in batches])
 
 
 def _buckets_on_ranks(

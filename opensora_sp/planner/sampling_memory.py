@@ -152,7 +152,7 @@ def sampling_memory(
 
 
 def describe_placement(cfg: InferenceConfig) -> str:
-    """Which weights of encoders wait on the host, in words."""
+    """Placement of the encoders' weights, in words."""
     parts = []
     for key, offload in (
         ("text encoder", cfg.text_encoder.get("offload")),

@@ -1,4 +1,4 @@
-"""What a host needs for its ranks: network interfaces that exist, the GPUs asked for, memory."""
+"""Requirements of ranks on their host: network interfaces, the GPUs asked for, shared memory."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class LocalRanks:
             raise ValueError(self._describe_end()) from None
 
     def _describe_end(self) -> str:
-        """What a rank has said of its end, or which ranks have ended."""
+        """The reason that a rank has sent, or the ranks that have ended."""
         deadline = time.monotonic() + EXIT_TIMEOUT
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))

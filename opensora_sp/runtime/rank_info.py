@@ -1,4 +1,4 @@
-"""What each rank reports when it joins the rendezvous, and why a set of ranks cannot start."""
+"""Reports of ranks that join the rendezvous, and reasons why a set of ranks cannot start."""
 
 from __future__ import annotations
 

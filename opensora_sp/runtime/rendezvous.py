@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -152,20 +152,6 @@ def join_timeout() -> float:
     )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The reason not to start, empty if all ranks can; then where the store of the run is."""
-
-    error: str
-    place: Place | None = None
-
-    @classmethod
-    def parse(cls, text: bytes) -> Verdict:
-        content = parse_json(text, "the verdict of rank 0")
-        place = content["place"]
-        return cls(content["error"], None if place is None else Place(**place))
-
-
 class Rendezvous:
     """One rendezvous of all ranks at the store of the launch; all ranks join each in one order.
 
@@ -216,18 +202,21 @@ class Rendezvous:
                 raise ValueError(self._foreign(number))
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))
 
-            verdict = self._judge() if launch.rank == 0 else self._read_verdict()
-            store, reason = None, verdict.error
-            if verdict.place is not None:
-                store, reason = self.connect(verdict.place)
+            reason, place = self._judge() if launch.rank == 0 else self._read_verdict()
+            store = None
+            if place is not None:
+                store, reason = self.connect(place)
             if reason:
                 self._wait_until_all_know()
         if store is None or reason:
             raise ValueError(reason)
         return store
 
-    def _judge(self) -> Verdict:
-        """Rank 0: compare the ranks as they join; set and return the verdict."""
+    def _judge(self) -> tuple[str, Place | None]:
+        """Rank 0: compare the ranks as they join; set and return the verdict.
+
+        That is the reason not to start, empty if all ranks can; then where the store of the run is.
+        """
         joined: list[RankInfo] = []
         error = None
         while error is None and len(joined) < self.launch.world_size:
@@ -239,9 +228,9 @@ class Rendezvous:
                 error = find_conflict(joined)
 
         error = error or find_differences(joined) or self._host_store(joined)
-        verdict = Verdict(error, None if self.hosted is None else self.hosted.place)
-        self.store.set(VERDICT, json.dumps(asdict(verdict)))
-        return verdict
+        place = None if self.hosted is None else self.hosted.place
+        self.store.set(VERDICT, json.dumps([error, place and asdict(place)]))
+        return error, place
 
     def _host_store(self, joined: list[RankInfo]) -> str:
         """Host the store of the run; returns why this host cannot, empty if it can."""
@@ -295,14 +284,16 @@ class Rendezvous:
             self.next_reminder += REMINDER_INTERVAL
         return RankInfo.parse(self.store.get(key))
 
-    def _read_verdict(self) -> Verdict:
+    def _read_verdict(self) -> tuple[str, Place | None]:
         # Rank 0 has the same deadline, and its verdict names the missing ranks.
         if self._wait_for([VERDICT], self._remaining() + 1):
-            return Verdict.parse(self.store.get(VERDICT))
-        return Verdict(
+            error, place = parse_json(self.store.get(VERDICT), "the verdict of rank 0")
+            return error, place and Place(**place)
+        error = (
             f"got no response from rank 0 at {_address(self.launch)} within {self.timeout:.0f} s; "
             "expected it to start; look at its output on the first host"
         )
+        return error, None
 
     def _wait_for(self, keys: list[str], timeout: float) -> bool:
         self.store.timeout = max(1.0, self._remaining())

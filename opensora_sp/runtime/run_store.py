@@ -40,7 +40,7 @@ PROCESS_ENDED = "its process has ended"
 PROPAGATION_TIMEOUT = 5.0  # seconds for all ranks to learn of a failure
 
 Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
-"""What a thread is to call and where it puts the result; None ends the thread."""
+"""Calls for a thread, each with the place for its result; None ends the thread."""
 
 
 class BoundedStore:
@@ -120,7 +120,7 @@ def _serve(calls: Calls) -> None:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank reports once a second.
+    """Report of a rank, once a second.
 
     Attributes:
         number: heartbeats that the rank has written before.
@@ -144,7 +144,7 @@ NO_HEARTBEAT = Heartbeat(-1, {}, {}, "an unknown line", False)
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 hosts the store, and the process of each rank as (machine, number)."""
+    """Address of the store, and the process of each rank as (machine, number)."""
 
     address: str
     port: int
@@ -234,7 +234,7 @@ class RunStore:
         return {rank: self._newest[rank] for rank in ranks}
 
     def last_location(self, rank: int) -> str:
-        """Where a rank was by the newest heartbeat that was read; asks nobody."""
+        """The line of a rank by the newest heartbeat that was read; asks nobody."""
         return self._newest.get(rank, NO_HEARTBEAT).location
 
     def failure(self) -> str:

@@ -308,7 +308,7 @@ class Watchdog:
             self._fail_if(self._late_start())
 
     def _late_start(self) -> str:
-        """Where the ranks are that have made no process group in time."""
+        """A message with the lines of all ranks, which have made no process group in time."""
         by_location: dict[str, list[int]] = {}
         for rank, heartbeat in self._store.heartbeats(list(range(self._world_size))).items():
             by_location.setdefault(heartbeat.location, []).append(rank)

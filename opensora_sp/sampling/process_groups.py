@@ -1,6 +1,6 @@
 """SP groups of a sampling run: their size and batches, and the placement of the encoders' weights.
 
-``planner/micro_batch_time.py`` estimates by the rates of ``parallel/cost_model.py``:
+``planner/seconds.py`` estimates by the rates of ``parallel/cost_model.py``:
 seconds of the busiest rank for one step of each batch. Encoding, decoding and writing cost the same
 in all cases and are ignored.
 """
@@ -26,9 +26,9 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.planner.batches import BatchSpec
-from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.sampling_memory import FREE_SHARE
+from opensora_sp.planner.seconds import ModelCosts, seconds_of
 
 from .requests import Request, batches_of
 

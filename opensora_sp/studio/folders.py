@@ -37,16 +37,15 @@ class Folders:
             executed: it may be code, or lie next to it: outside of the runs' folders, and among
                 uploads, it is refused.
         """
-        resolved = Path(path).resolve()
-        allowed = self.runs if executed else (*self.runs, self.outputs)
-        is_inside = any(resolved.is_relative_to(folder) for folder in allowed)
-        if not is_inside or (executed and UPLOADS in resolved.parts):
+        file, allowed = Path(path).resolve(), self.runs if executed else (*self.runs, self.outputs)
+        is_inside = any(file.is_relative_to(folder) for folder in allowed)
+        if not is_inside or (executed and UPLOADS in file.parts):
             inside = " or ".join(map(str, allowed))
             raise ValueError(
                 f"got the path {str(path)!r}; expected one inside of {inside}; choose another, or "
                 "start the studio with its folder"
             )
-        return resolved
+        return file
 
     def trained(self) -> list[Path]:
         """Runs that have logged steps."""

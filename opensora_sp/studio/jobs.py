@@ -72,10 +72,9 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     config = next((path / SAMPLING for path in siblings if (path / SAMPLING).is_file()), None)
     if config is None:
         raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
-    prompt = given.pop("prompt").strip()
     given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
-    given |= dict(prompts=[{"prompt": prompt}], prompt_path=None, num_samples=1)
-    given |= dict(outputs=str(outputs), format="mp4", sp_size=nproc)
+    given |= dict(prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None)
+    given |= dict(num_samples=1, outputs=str(outputs), format="mp4", sp_size=nproc)
     cfg = load_inference_config(folders.checked(config, executed=True), values=given)
 
     # Before any file is opened; a prompt may name some too.
@@ -111,9 +110,8 @@ class Queue:
         self._waiting.put(job)
 
     def ahead_of(self, job: Job) -> int:
-        """How many living jobs come before this one."""
-        living = [other for other in self.jobs if other is job or not other.has_ended]
-        return [*living, job].index(job)
+        """The number of living jobs that come before this one."""
+        return [each for each in (*self.jobs, job) if each is job or not each.has_ended].index(job)
 
     def _run(self) -> None:
         while True:

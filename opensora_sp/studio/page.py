@@ -15,8 +15,8 @@ from . import views
 from .folders import Folders
 from .jobs import Job, Queue
 
-POLL, REFRESH = 0.3, 3.0  # seconds between two looks at a job, and at runs
-KEPT = (3600, 24 * 3600)  # seconds between two looks at uploads, and that they are kept
+# Seconds between two looks at a job, at runs, and at uploads, which are kept for so long.
+POLL, REFRESH, KEPT = 0.3, 3.0, (3600, 24 * 3600)
 CSS = """
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
@@ -75,9 +75,8 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
     async def sample(*texts: Any) -> AsyncIterator[Any]:
         values = dict(zip(fields, texts, strict=True))
         values["reference_path"] = ";".join(values["reference_path"] or ())
-        values["lora"] = [
-            text.strip() for text in (values["lora"] or "").split(";") if text.strip()
-        ]
+        loras = (values["lora"] or "").split(";")
+        values["lora"] = [lora.strip() for lora in loras if lora.strip()]
         job = Job(values)
         try:
             # It can be cancelled meanwhile.
@@ -125,7 +124,7 @@ def _training(folders: Folders, page: gr.Blocks) -> None:
     curves, videos, before = gr.HTML(), gr.HTML(), gr.State([None] * 3)
 
     def show(chosen: list[str] | None, seen: list[Any]) -> list[Any]:
-        """What has changed: a video that is shown again would start anew."""
+        """Updates of what has changed: a video that is shown again would start anew."""
         try:
             paths = [folders.checked(run) for run in chosen or ()]
             choices, shown = _names(folders.trained(), folders), "".join(map(views.videos, paths))

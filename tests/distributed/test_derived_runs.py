@@ -26,8 +26,8 @@ from opensora_sp.data.video import read_video
 from opensora_sp.encoders import PatchPoolVAE
 from opensora_sp.features.build import make_dataset
 from opensora_sp.features.cached import check_cache
-from opensora_sp.planner.flops import ModelFlops
 from opensora_sp.planner.run_estimator import BatchSpec, RunEstimator
+from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.training.sp_verification import small_batch, small_model, small_shape

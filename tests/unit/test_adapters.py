@@ -27,9 +27,9 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import ADAPTER, add_lora, base_names, lora_layers
-from opensora_sp.planner.flops import FROZEN_STEP, STEP, ModelFlops
 from opensora_sp.planner.memory import FP32, ModelSizes, Persistent, Zero, training_peak
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.seconds import FROZEN_STEP, STEP, ModelFlops
 from opensora_sp.planner.trace import Activations, small_meta_model
 
 SIZE = (3, 4, 4)

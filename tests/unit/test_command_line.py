@@ -78,8 +78,8 @@ def test_what_is_no_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     new = str(tmp_path / "a")
     shipped = "configs/stdit3/train/"
     for words, message in (
-        ([str(tmp_path)], "which is not empty; expected a new one; choose another name"),
-        ([str(tmp_path / "file")], "which cannot be written"),
+        ([str(tmp_path)], "which is there already; expected a new folder; choose another name"),
+        ([str(tmp_path / "file")], "which is there already"),
         ([new, "--config", f"{shipped}16x256x256_sp2_cached.py"], "which needs a feature cache"),
         ([new, "--config", f"{shipped}buckets_stage1_sp8.py"], "or clips of many sizes"),
         ([new, "--config", "x.py"], "choose one of configs/demo/first.py, "),

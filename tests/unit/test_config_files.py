@@ -366,7 +366,7 @@ def test_wandb_false_is_false(
     base: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], value: bool
 ) -> None:
     seen = []
-    monkeypatch.setattr("opensora_sp.training.train", lambda cfg, **options: seen.append(cfg))
+    monkeypatch.setattr("opensora_sp.training.run.train", lambda cfg, **options: seen.append(cfg))
     monkeypatch.setattr(sys, "argv", ["train.py", "base.py", "--wandb", *words])
     runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
     assert [cfg.wandb for cfg in seen] == [value]

@@ -98,7 +98,7 @@ assert "opensora_sp.models" not in sys.modules
 MODELS_THEN_RUNS = """
 import sys, opensora_sp.models
 assert not {"safetensors", "opensora_sp.checkpoint"} & set(sys.modules)
-import opensora_sp.training, opensora_sp.sampling
+import opensora_sp.training.run, opensora_sp.sampling
 assert not {"colossalai", "diffusers", "transformers"} & set(sys.modules)
 assert "opensora_sp.models.kernels.triton" not in sys.modules
 """

@@ -144,4 +144,4 @@ def test_a_node_has_eight_gpus_where_nothing_else_is_known(config: Path) -> None
     assert RunEstimator(cfg, 16).spans_nodes(16)
     assert steps_of(load_train_config(config), 16).seconds.ranks_per_node == 8
     made = plan(load_train_config(config), 16)
-    assert made.communicators == communicators(16, 8)
+    assert made.run.communicators == communicators(16, 8)

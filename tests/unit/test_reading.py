@@ -318,13 +318,13 @@ def test_an_index_is_written_whole_or_not_at_all(
         "opensora_sp.data.index_files", lambda *_, **__: pytest.fail("looked at files first")
     )
     for name, message in [
-        ("set.csv", "which is a folder"),
-        ("clips.csv/a.csv", "which cannot be written"),
+        ("set.csv", f"--output '{tmp_path / 'set.csv'}', which is a folder"),
+        ("clips.csv/a.csv", f"--output in '{target}', but {target} is no folder"),
     ]:
         (tmp_path / "set.csv").mkdir(exist_ok=True)
         with pytest.raises(SystemExit):
             main(["index", str(folder), "-o", str(tmp_path / name)])
-        assert f"got --output '{tmp_path / name}', {message}" in capsys.readouterr().err
+        assert f"got {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

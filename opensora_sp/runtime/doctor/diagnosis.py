@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 from contextlib import closing
@@ -75,18 +76,17 @@ def _diagnose_all_hosts(launch: Launch, *, trains: bool) -> Diagnosis | None:
 
 def _try_collective(nproc: int) -> Check:
     """Start ranks on this host; returns what they measured, or why they could not."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(LocalRanks(nproc, measure_once, Path(folder) / "ranks.log")) as ranks,
-    ):
+    folder = Path(tempfile.mkdtemp(prefix="opensora-sp-doctor-"))
+    with closing(LocalRanks(nproc, measure_once, folder / "ranks.log")) as ranks:
         timer = threading.Timer(PROBE_TIMEOUT, ranks.close)
         timer.start()
         try:
             _, measured = ranks.run("measure", on_step=print, is_cancelled=lambda: False)
         except ValueError as error:
-            return Check.failed("all ranks", str(error))
+            return Check.failed("all ranks", str(error))  # which names the log
         finally:
             timer.cancel()
+    shutil.rmtree(folder)
     return _describe(measured)
 
 

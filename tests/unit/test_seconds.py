@@ -16,7 +16,7 @@ from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CPU, H100, PRESETS, CostModel
-from opensora_sp.planner.micro_batch_time import PASSES, ModelCosts, seconds_of
+from opensora_sp.planner.seconds import PASSES, ModelCosts, seconds_of
 from opensora_sp.planner.trace import small_meta_model, step_inputs
 
 Latents = tuple[int, int, int, int, int]
