@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -180,59 +180,56 @@ class ReadRequest(NamedTuple):
     group: RankGroup | None = None
 
 
-def whole_request(micro_batch: MicroBatch) -> ReadRequest:
+RequestOf = Callable[[MicroBatch, "RankGroup | None"], ReadRequest]
+"""Makes the request of a micro-batch and its group, see ``ReadRequest``."""
+
+
+def whole_request(micro_batch: MicroBatch, group: RankGroup | None = None) -> ReadRequest:
     """The request for all samples of a micro-batch."""
-    return ReadRequest(micro_batch, micro_batch.samples)
+    return ReadRequest(micro_batch, micro_batch.samples, group=group)
 
 
-class RankBatches(Protocol):
-    """Sampler of one rank: the requests of its micro-batches, step by step."""
-
-    @property
-    def plan(self) -> BatchPlan: ...
-
-    @property
-    def steps(self) -> range: ...
-
-    def count(self, step: int) -> int:
-        """The number of this rank's requests in a step."""
-
-    def __iter__(self) -> Iterator[ReadRequest]:
-        """The requests of all steps, one after the other."""
-
-
-class ReplicaBatches:
-    """Sampler of one replica: the requests of its micro-batches.
-
-    Where the replica has no micro-batch left in a step's last round, it requests one without ids,
-    of the shape that costs least in this step.
+class RankBatches:
+    """Sampler of one rank: the requests of its micro-batches, step by step.
 
     Args:
+        start, stop: steps.
         request_of: the request of a micro-batch; by default for all of its samples.
     """
 
     def __init__(
-        self,
-        plan: BatchPlan,
-        *,
-        start: int,
-        stop: int,
-        replica: int,
-        num_replicas: int,
-        request_of: Callable[[MicroBatch], ReadRequest] | None = None,
+        self, plan: BatchPlan, *, start: int, stop: int, request_of: RequestOf = whole_request
     ) -> None:
-        self.plan, self.steps = plan, range(start, stop)
-        self.replica, self.num_replicas = replica, num_replicas
-        self.request_of = request_of or whole_request
+        self.plan, self.steps, self.request_of = plan, range(start, stop), request_of
+
+    def of_rank(self, step: int) -> Sequence[tuple[MicroBatch, RankGroup | None]]:
+        """This rank's micro-batches of a step in their order, with the groups that compute them."""
+        raise NotImplementedError
 
     def count(self, step: int) -> int:
-        """Micro-batches that each replica computes in a step, idle rounds included."""
-        return -(-len(self.plan.step(step)) // self.num_replicas)
+        """The number of this rank's requests in a step."""
+        return len(self.of_rank(step))
 
     def __iter__(self) -> Iterator[ReadRequest]:
         for step in self.steps:
-            micro_batches = self.plan.step(step)
-            # The cheapest shape, whose zeros the others wait for least.
-            idle = min(micro_batches, key=lambda micro_batch: micro_batch.cost)._replace(ids=())
-            for assigned in micro_batches_of(micro_batches, self.replica, self.num_replicas):
-                yield self.request_of(idle if assigned is None else assigned)
+            for micro_batch, group in self.of_rank(step):
+                yield self.request_of(micro_batch, group)
+
+
+class ReplicaBatches(RankBatches):
+    """Sampler of one replica of a fixed degree.
+
+    Where the replica has no micro-batch left in a step's last round, it requests one without ids,
+    of the shape that costs least in this step.
+    """
+
+    def __init__(self, plan: BatchPlan, *, replica: int, num_replicas: int, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self.replica, self.num_replicas = replica, num_replicas
+
+    def of_rank(self, step: int) -> list[tuple[MicroBatch, RankGroup | None]]:
+        micro_batches = self.plan.step(step)
+        # The cheapest shape, whose zeros the others wait for least.
+        idle = min(micro_batches, key=lambda micro_batch: micro_batch.cost)._replace(ids=())
+        rounds = micro_batches_of(micro_batches, self.replica, self.num_replicas)
+        return [(micro_batch or idle, None) for micro_batch in rounds]

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from opensora_sp.parallel.rank_groups import RankGroup, group_sizes
 
-from .sampler import BatchPlan, MicroBatch, ReadRequest
+from .sampler import BatchPlan, MicroBatch, RankBatches
 
 Seconds = Callable[[MicroBatch, RankGroup], float]
 """Predicted seconds of a micro-batch in a group, the same for all groups of a size; infinity where
@@ -75,29 +75,26 @@ def busy_seconds(assigned: Sequence[Assigned], world_size: int, seconds: Seconds
     return busy
 
 
-class ScheduledBatches:
-    """Sampler of one rank: the requests of its groups' micro-batches, from large groups to small.
+class ScheduledBatches(RankBatches):
+    """Sampler of one rank that may be in several groups, from large groups to small.
 
-    A rank may have none in a step, and ranks may have different numbers of them.
+    A rank may have no micro-batch in a step, and ranks may have different numbers of them.
 
     Args:
         family, seconds: see ``schedule``.
-        request_of: the request of a micro-batch of one of the rank's groups.
     """
 
     def __init__(
         self,
         plan: BatchPlan,
         *,
-        start: int,
-        stop: int,
         rank: int,
         family: tuple[RankGroup, ...],
         seconds: Seconds,
-        request_of: Callable[[Assigned], ReadRequest],
+        **options: Any,
     ) -> None:
-        self.plan, self.steps, self.rank = plan, range(start, stop), rank
-        self.family, self.seconds, self.request_of = family, seconds, request_of
+        super().__init__(plan, **options)
+        self.rank, self.family, self.seconds = rank, family, seconds
         # Workers read a few steps ahead of the one that is computed.
         self.assigned = lru_cache(maxsize=128)(self._assigned)
 
@@ -105,17 +102,8 @@ class ScheduledBatches:
         """All micro-batches of a step, with the groups that compute them."""
         return schedule(self.plan.step(step), self.family, self.seconds)
 
-    def own(self, step: int) -> list[Assigned]:
-        """The micro-batches of this rank's groups."""
+    def of_rank(self, step: int) -> list[Assigned]:
         return [assigned for assigned in self.assigned(step) if self.rank in assigned.group]
-
-    def count(self, step: int) -> int:
-        return len(self.own(step))
-
-    def __iter__(self) -> Iterator[ReadRequest]:
-        for step in self.steps:
-            for assigned in self.own(step):
-                yield self.request_of(assigned)
 
 
 class _Tree:

@@ -168,7 +168,7 @@ class ShardedEncoder:
     def request(self, micro_batch: MicroBatch, group: RankGroup | None = None) -> ReadRequest:
         """Request to a worker of this rank to read and draw for a micro-batch of a group."""
         size = self.source.latent_size(micro_batch.shape)
-        return ReadRequest(micro_batch, self.samples(micro_batch, group=group), size)
+        return ReadRequest(micro_batch, self.samples(micro_batch, group=group), size, group)
 
     def encode(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[MicroBatch, Features]:
         """Encode what was read; returns the micro-batch with substitutes for corrupt clips.

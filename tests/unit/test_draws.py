@@ -97,7 +97,7 @@ def test_workers_draw_and_the_main_process_does_not(
             stop=2,
             replica=replica,
             num_replicas=2,
-            request_of=lambda one: ReadRequest(one, one.samples, LATENT_SIZE),
+            request_of=lambda one, group: ReadRequest(one, one.samples, LATENT_SIZE),
         )
         loader = StepLoader(
             Nothing(), batches, num_workers=num_workers, seed=0, draw=RULES.draw_micro_batch
