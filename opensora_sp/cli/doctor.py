@@ -78,7 +78,7 @@ def _as_json(result: Diagnosis | Examination) -> str:
 
 
 def _write_json(result: Diagnosis | Examination, file: str) -> None:
-    from opensora_sp.data.atomic import atomic_write
+    from opensora_sp.common.files import atomic_write
 
     with atomic_write(Path(file)) as partial:
         partial.write_text(_as_json(result) + "\n")

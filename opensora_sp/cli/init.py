@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 from opensora_sp.checkpoint.pretrained import check_vacant
-from opensora_sp.common.files import SHIPPED, shipped_name
+from opensora_sp.common.files import SHIPPED, check_writable, shipped_name
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.files import files_of
 from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
-from opensora_sp.data.atomic import check_writable
 from opensora_sp.data.index import relative_entries
 
 FIRST = "configs/demo/first.py"

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     if args.nproc > 1:
         # As torchrun does.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from opensora_sp.data.atomic import check_writable
+    from opensora_sp.common.files import check_writable
     from opensora_sp.studio.folders import Folders
     from opensora_sp.studio.server import run as serve
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.common.files import read_json
+from opensora_sp.common.files import atomic_write, read_json
 from opensora_sp.compile_cache import cache_folder
-from opensora_sp.data.atomic import atomic_write
 from opensora_sp.models.kernels.selection import INTERPRETED
 from opensora_sp.parallel.agreement import gathered
 from opensora_sp.runtime.versions import installed
