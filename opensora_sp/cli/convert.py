@@ -13,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from opensora_sp.checkpoint import check_vacant, from_pretrained, save_pretrained
+from opensora_sp.checkpoint import from_pretrained, save_pretrained
 from opensora_sp.checkpoint.hub import HubName
-from opensora_sp.checkpoint.model_card import saved_license
 from opensora_sp.checkpoint.model_config import MAY_DIFFER
+from opensora_sp.checkpoint.pretrained import check_vacant, saved_license
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import load_inference_config, parse_override
-from opensora_sp.config.model_spec import ModelSpec
+from opensora_sp.config import ModelSpec, load_inference_config, parse_override
 from opensora_sp.encoders.convert import convert_encoder, fetched, is_encoder
 from opensora_sp.models.base import ConditionedModel
 

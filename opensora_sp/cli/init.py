@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from opensora_sp.checkpoint import check_vacant
+from opensora_sp.checkpoint.pretrained import check_vacant
 from opensora_sp.common.files import SHIPPED, shipped_name
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.files import files_of

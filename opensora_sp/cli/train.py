@@ -7,7 +7,7 @@ import argparse
 from opensora_sp.common.console import add_allow_pickle, config_arguments, parse_bool
 from opensora_sp.config import load_train_config
 from opensora_sp.runtime.rendezvous import raise_on_all_ranks
-from opensora_sp.training import train
+from opensora_sp.training.run import train
 
 
 def parser() -> argparse.ArgumentParser:

@@ -129,8 +129,8 @@ def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="also read pickled weights (.pt, .pth, .bin), in a process without network and access "
-        "to files",
+        help="also read pickled weights (.pt, .pth, .bin): names, shapes and bytes of tensors; "
+        "nothing in them is executed",
     )
 
 

@@ -5,7 +5,7 @@ and frames to (keep probability, batch size). A clip is assigned to the largest 
 has at least 0.8 of the pixels of, and there to the largest number of frames that it is longer than.
 It is kept there with the keep probability; if not, it tries the next resolution. Of a pair of
 probabilities, the second is that of using this number of frames at all. A batch size of None is
-chosen when training starts (``training/batch_sizes.py``).
+chosen when training starts (``training/memory_fit.py``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Join the processes that ``torchrun`` or ``colossalai run`` started."""
+"""Join the processes that ``torchrun`` or ``colossalai run`` started, on CUDA or on CPU."""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,7 @@ from opensora_sp.runtime.rendezvous import join_rendezvous, start_process_group
 from opensora_sp.runtime.run_store import RunStore
 from opensora_sp.runtime.watchdog import Watchdog
 
-from ._colossalai import get_accelerator, get_dist_logger, set_seed
-from .accelerator import use_cpu_if_nothing_else
+from ._colossalai import CpuAccelerator, get_accelerator, get_dist_logger, set_accelerator, set_seed
 
 
 def launch(seed: int, store: RunStore | None = None, *, timeout: timedelta | None = None) -> None:
@@ -76,3 +77,33 @@ def current_device() -> torch.device:
     """The torch device that ColossalAI computes on in this process."""
     device: torch.device = get_accelerator().get_current_device()
     return device
+
+
+class GlooCpuAccelerator(CpuAccelerator):
+    """A CPU accelerator whose stream calls do nothing; ColossalAI's raises, and ZeRO makes them."""
+
+    def _no_stream(self, *args: Any, **kwargs: Any) -> None:
+        """A CPU has one stream, which is always current and never ahead of the host."""
+
+    Stream = current_stream = default_stream = set_stream = _no_stream
+    synchronize = empty_cache = _no_stream
+
+    def stream(self, stream_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+
+def use_cpu_if_nothing_else() -> None:
+    """Install the CPU accelerator if ColossalAI found no device and none was chosen."""
+    if type(get_accelerator()) is CpuAccelerator:
+        set_accelerator(GlooCpuAccelerator())

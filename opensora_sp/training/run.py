@@ -25,9 +25,8 @@ from opensora_sp.runtime.run_store import RunStore
 from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
 from .determinism import use_deterministic_kernels
-from .ending import nothing_left
 from .metrics import log_to
-from .preflight import check_resume, compared_clips, preflight
+from .preflight import check_resume, compared_clips, nothing_left, preflight
 from .profiling import Steps
 from .resuming import choose_checkpoint
 from .trainer import Trainer
@@ -85,8 +84,8 @@ def train(
         run.enter_context(_locked(run_dir))
         _open_run_dir(cfg, run_dir)
         agree_on_clips(compared_clips(cfg, dataset))
-        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
-        if checkpoint is not None and checkpoint != found:
+        checked, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        if checkpoint is not None and checkpoint != checked:
             check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         idle = nothing_left(cfg, checkpoint, dataset)
         if idle is not None:
@@ -114,10 +113,10 @@ def train(
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder, by rank 0; its error is raised on every rank. Collective."""
-    with ExitStack() as held:
+    with ExitStack() as locks:
         with on_rank_0("locking the run's folder") as is_rank_0:
             if is_rank_0:
-                held.enter_context(RunLock(run_dir))
+                locks.enter_context(RunLock(run_dir))
         yield
 
 

@@ -41,7 +41,7 @@ class Tracker(Protocol):
         """Report an event of the run to its user."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
 
 
 def check_trackers(cfg: TrainConfig) -> None:
@@ -79,8 +79,8 @@ class TensorBoardTracker:
             self._add(summary, 0)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        for name, number in values.items():
+            self._writer.add_scalar(name, number, step)
 
     def video(self, step: int, name: str, file: Path, fps: float) -> None:
         """TensorBoard shows videos as GIFs; its own ``add_video`` would need moviepy for them."""
@@ -117,6 +117,7 @@ class WandbTracker:
     def __init__(self, run_dir: Path, hyperparameters: dict[str, Any]) -> None:
         import wandb
 
+        # An id that is kept lets a resumed run go on in the same curves.
         kept = run_dir / "wandb_id"
         if not kept.is_file():
             FileSystem().write_file(kept, uuid.uuid4().hex.encode())
@@ -150,14 +151,14 @@ class WandbTracker:
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """``{"optimizer": {"lr": 1}}`` as ``{"optimizer.lr": 1}``; what is no number becomes text."""
+    """``{"optimizer": {"lr": 1}}`` as ``{"optimizer.lr": 1}``; other types become text."""
     flat: dict[str, bool | int | float | str] = {}
-    for key, value in values.items():
+    for key, option in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= flattened(value, f"{name}.")
+        if isinstance(option, dict):
+            flat |= flattened(option, f"{name}.")
         else:
-            flat[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+            flat[name] = option if isinstance(option, (bool, int, float, str)) else str(option)
     return flat
 
 

@@ -78,8 +78,8 @@ def test_a_step_of_the_plugin(stage, overlap):
 
 def on_training(config):
     from opensora_sp.plugin import current_device
-    from opensora_sp.training.outcomes import PendingOutcome
     from opensora_sp.training.preflight import preflight
+    from opensora_sp.training.step import PendingResult
     from opensora_sp.training.trainer import Trainer
 
     join(world=2)
@@ -88,7 +88,7 @@ def on_training(config):
     options += ["kernels=torch"]
     cfg = load_train_config(config, options)
     run = Trainer(cfg, *preflight(cfg, None, None), current_device())
-    one_step, read = run._step, PendingOutcome.read
+    one_step, read = run.step.run, PendingResult.read
 
     def step(number, *args):
         phase(f"step {number}")
@@ -97,9 +97,9 @@ def on_training(config):
         return pending
 
     # What the loop decides by numbers that were never computed.
-    PendingOutcome.read = lambda pending: replace(read(pending), loss=1.0, taken=True, stop=False)
+    PendingResult.read = lambda pending: replace(read(pending), loss=1.0, taken=True, stop=False)
     # The checkpoint's content would be garbage.
-    run._step, run.checkpoints.save = step, lambda *args, **options: None
+    run.step.run, run.checkpoints.save = step, lambda *args, **options: None
     Path(cfg.outputs).mkdir(parents=True)
     return run.train(Path(cfg.outputs))
 

@@ -39,8 +39,9 @@ from opensora_sp.data import MicroBatch
 from opensora_sp.features.build import make_dataset, make_plan, make_source, micro_batches_of_step
 from opensora_sp.parallel.debug.comm_timing import listening
 from opensora_sp.plugin import SequenceParallelPlugin
+from opensora_sp.training import trainer
 from opensora_sp.training.preflight import check_resume
-from opensora_sp.training.trainer import Trainer
+from opensora_sp.training.step import TrainingStep
 
 STEPS, MAX_NORM = 2, 0.05
 OPTIONS = [
@@ -165,7 +166,7 @@ def passes_and_reductions(config: Path, runs: list[tuple[int, list[str], None]])
             done.append("reduction")
         yield
 
-    class Recorded(Trainer):
+    class Recorded(TrainingStep):
         def _forward_backward(self, *args: Any) -> torch.Tensor:
             done.append("pass")
             return super()._forward_backward(*args)
@@ -174,7 +175,7 @@ def passes_and_reductions(config: Path, runs: list[tuple[int, list[str], None]])
             done.append("update")
             return super()._update(*args)
 
-    with listening(heard), mock.patch.object(world_runs, "Trainer", Recorded):
+    with listening(heard), mock.patch.object(trainer, "TrainingStep", Recorded):
         world_runs.train_in_worlds(config, runs)
     return done
 

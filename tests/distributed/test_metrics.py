@@ -218,7 +218,7 @@ class StandIn:
 def train_once(
     config: Path, outputs: Path, options: list[str], resume: str | None, profile: str | None
 ) -> None:
-    from opensora_sp.training import train
+    from opensora_sp.training.run import train
 
     sys.modules["wandb"] = StandIn(outputs.parent / "wandb.jsonl").module
     said = [

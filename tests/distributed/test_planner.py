@@ -214,7 +214,7 @@ def measured_peak(cfg: TrainConfig) -> int:
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.checkpointing import fixed_tensors
     from opensora_sp.training.ema import ShardedEma
-    from opensora_sp.training.optimizer import make_optimizer
+    from opensora_sp.training.trainable import make_optimizer
 
     clip = Clip(
         video=torch.zeros(3, cfg.num_frames, *cfg.size, dtype=torch.uint8),

@@ -177,7 +177,7 @@ def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
     Path(cfg.outputs).mkdir(exist_ok=True)
     run, watch = Trainer(cfg, dataset, None, current_device()), SimpleNamespace(stop_reason=None)
     watch.why_to_stop = lambda: "SIGTERM"
-    step, validations = run._step, []
+    step, validations = run.step.run, []
 
     def step_then_signal(*args: Any) -> Any:
         outcome = step(*args)
@@ -185,7 +185,7 @@ def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
             watch.stop_reason = "SIGTERM"
         return outcome
 
-    run._step = step_then_signal
+    run.step.run = step_then_signal
     run.validator._validate = lambda folder, errors: validations.append(folder)
     return not run.train(Path(cfg.outputs), None, watch), len(validations)
 
@@ -338,7 +338,7 @@ def read_what_is_too_short(config: Path) -> None:
     assert heldout.time_limit == 7
 
     validator = Validator.__new__(Validator)
-    validator.trainer, validator.validation = SimpleNamespace(cfg=cfg), cfg.validation
+    validator.cfg, validator.validation = cfg, cfg.validation
     validator.replica, validator.num_replicas = 0, 1
     encoders = make_encoders(cfg, cpu)
     validator.loss = HeldoutLoss(None, None, mesh, heldout, encoders, BatchMaker(cfg, cpu))

@@ -19,7 +19,9 @@ from opensora_sp.checkpoint import Saver
 from opensora_sp.config import load_train_config
 from opensora_sp.data import VideoTextDataset
 from opensora_sp.runtime.rendezvous import Rendezvous
-from opensora_sp.training import metrics, run, train, trainer
+from opensora_sp.training import metrics, run
+from opensora_sp.training.run import train
+from opensora_sp.training.step import TrainingStep
 from opensora_sp.training.trainer import Trainer
 from opensora_sp.training.validation import Validator
 
@@ -30,8 +32,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "connecting": (Rendezvous, "connect"),
     "the start": (Trainer, "_build_model"),
     "reading": (VideoTextDataset, "_read"),
-    "forward": (Trainer, "_forward_backward"),
-    "the update": (Trainer, "_update"),
+    "forward": (TrainingStep, "_forward_backward"),
+    "the update": (TrainingStep, "_update"),
     "saving": (Saver, "_run"),
     "validation": (Validator, "_validate"),
     "the end": (run, "drain_process_group"),
@@ -152,7 +154,7 @@ class Hang:
 
 def trained(config: Path, options: list[str], hang: Hang | None = None, struck: Any = None) -> None:
     """Train in this rank, with a fault if there is one."""
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     if hang is not None:
         hang.plant(struck)
     train(load_train_config(config, options), resume="auto")

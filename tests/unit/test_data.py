@@ -30,8 +30,7 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.toy import COLOURS
 from opensora_sp.features.build import make_dataset, make_plan, order_state
-from opensora_sp.training.ending import nothing_left
-from opensora_sp.training.preflight import check_resume
+from opensora_sp.training.preflight import check_resume, nothing_left
 
 SHAPE = ClipShape(4, 16, 16)
 

@@ -29,7 +29,7 @@ from opensora_sp.planner.fit import (
     fit,
 )
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.training import batch_sizes, rank_batches
+from opensora_sp.training import memory_fit, rank_batches
 
 SMALL = """
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
@@ -357,7 +357,7 @@ def test_batch_sizes_may_be_left_out(config: Path, tmp_path: Path) -> None:
 def test_sizes_are_filled_in_by_name(config: Path) -> None:
     filled = with_batch_sizes({"144p": {1: (1.0, None), 5: ((0.5, 0.5), 3)}}, {"144p x 1": 9})
     assert filled == {"144p": {1: (1.0, 9), 5: ((0.5, 0.5), 3)}}
-    provisional = batch_sizes.provisional(load_train_config(config, LEFT_OUT), None)
+    provisional = memory_fit.provisional(load_train_config(config, LEFT_OUT), None)
     assert provisional.bucket_config == {"144p": {1: (1.0, 1), 5: ((0.5, 0.5), 3)}}
 
 
@@ -365,12 +365,12 @@ def test_a_resumed_run_takes_the_sizes_of_its_checkpoint(config: Path, tmp_path:
     chosen = load_train_config(config, ["bucket_config={'144p': {1: (1.0, 9), 5: (0.5, 3)}}"])
     state = f'{{"config": {chosen.model_dump_json()}}}'
     (tmp_path / "state.json").write_text(state)
-    resumed = batch_sizes.recorded(load_train_config(config, LEFT_OUT), tmp_path)
+    resumed = memory_fit.recorded(load_train_config(config, LEFT_OUT), tmp_path)
     assert resumed.bucket_config == {"144p": {1: (1.0, 9), 5: ((0.5, 0.5), 3)}}
 
     other: TrainConfig = load_train_config(config, ["bucket_config={'256': {1: (1.0, None)}}"])
     with pytest.raises(ValueError, match="got bucket_config without the batch size of 256 x 1"):
-        batch_sizes.recorded(other, tmp_path)
+        memory_fit.recorded(other, tmp_path)
 
 
 def test_a_fit_as_json_values() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReadRequest, Sample, StepLoader
 from opensora_sp.data.schedule import Assigned, ScheduledBatches, busy_seconds, schedule
-from opensora_sp.parallel import Options, SequenceMesh
-from opensora_sp.parallel.cost_model import H100, H200
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, groups_with, nested_groups
-from opensora_sp.training.rank_batches import schedule_state, warn_of_other_schedule
 
 NODE = 8
 
@@ -213,17 +208,3 @@ def test_a_ledger_has_each_clip_once_also_when_another_world_resumes() -> None:
                 if rank == request.group.start:
                     consumed += request.micro_batch.ids
     assert sorted(consumed) == list(range(60))
-
-
-def test_resuming_with_another_cost_model_is_logged_with_any_degree(caplog) -> None:
-    """With one degree for all, the cost model chooses strategies."""
-    caplog.set_level(logging.INFO)
-    mesh, replicas = SequenceMesh.imagined(2, 0), cast(Any, None)
-    state = schedule_state(mesh, Options(cost_model=H100), replicas)
-    for former in (state, {}):
-        warn_of_other_schedule(former, state)
-    assert not caplog.messages
-
-    warn_of_other_schedule(state, schedule_state(mesh, Options(cost_model=H200), replicas))
-    (message,) = caplog.messages
-    assert message.startswith("resumed with another cost model: micro-batches are the same")
