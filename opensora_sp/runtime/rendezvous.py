@@ -203,7 +203,7 @@ class Rendezvous:
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))
 
             reason, place = self._judge() if launch.rank == 0 else self._read_verdict()
-            store = None
+            store: RunStore | None = None
             if place is not None:
                 store, reason = self.connect(place)
             if reason:
@@ -255,7 +255,7 @@ class Rendezvous:
             The store, and the first reason why a rank could not connect, empty if all did.
         """
         rank, error = self.launch.rank, ""
-        store = self.hosted or RunStore(rank, place, None, self.store.store)
+        store = self.hosted or RunStore(rank, place, self.store.store)
         try:
             if not store.is_open:
                 store.connect(max(1.0, self._remaining()))
