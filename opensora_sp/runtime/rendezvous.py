@@ -37,11 +37,13 @@ from .rank_info import (
     format_ranks,
 )
 from .run_store import BoundedStore, Place, RunStore
+from .timeouts import backend_timeout
 from .versions import device_kind, versions
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
 DEFAULT_JOIN_TIMEOUT = 600.0
+DEFAULT_TIMEOUT = backend_timeout()  # of collectives
 
 # Names in the store. Ranks that run other versions of the code read the first three as well.
 COUNTER, REPORT, VERDICT, CONNECTED = "arrived", "arrival {}", "verdict", "connected {}"
@@ -108,7 +110,7 @@ def join_rendezvous(settings: Mapping[str, Any] | None = None) -> RunStore | Non
 
 
 def start_process_group(
-    store: RunStore | None, *, timeout: timedelta | None = None, alone: bool = False
+    store: RunStore | None, *, timeout: timedelta | None = DEFAULT_TIMEOUT, alone: bool = False
 ) -> torch.device:
     """Make the default process group and connect its ranks; returns this rank's device.
 
