@@ -50,6 +50,7 @@ COUNTER, REPORT, VERDICT, CONNECTED = "arrived", "arrival {}", "verdict", "conne
 
 REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
+CONNECT_TIMEOUT = 60.0  # seconds to connect to the store of the run
 EXIT_TIMEOUT = 3.0  # seconds that a rank waits for all others to read a verdict not to start
 LOOPBACK = "127.0.0.1"
 
@@ -259,8 +260,9 @@ class Rendezvous:
         rank, error = self.launch.rank, ""
         store = self.hosted or RunStore(rank, place, self.store.store)
         try:
+            # The others still wait when this rank reports that it cannot.
             if not store.is_open:
-                store.connect(max(1.0, self._remaining()))
+                store.connect(max(1.0, min(CONNECT_TIMEOUT, self._remaining() / 2)))
         except RuntimeError as lost:
             error = (
                 f"got no connection from rank {rank} on {self.host} to rank 0 at "
