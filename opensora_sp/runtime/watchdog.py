@@ -118,7 +118,7 @@ class Watchdog:
         self._signals = SignalHandler()
 
         self._peer_timeout = PeerTimeout(peer_timeout)
-        self._start_timeout = join_timeout()
+        self._start_timeout, self._has_group = join_timeout(), False
         # A thread of torch serves the store: rank 0 answers whatever its main thread does.
         self._answer_timeout = max(FEWEST_SECONDS, min(peer_timeout, collective_timeout))
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
@@ -306,7 +306,8 @@ class Watchdog:
                 )
 
         self._fail_if(self._collective_timeout.check(self._number))
-        if self._number * INTERVAL >= self._start_timeout and not dist.is_initialized():
+        self._has_group = self._has_group or dist.is_initialized()
+        if self._number * INTERVAL >= self._start_timeout and not self._has_group:
             self._fail_if(self._late_start())
 
     def _late_start(self) -> str:
