@@ -8,12 +8,9 @@ from pathlib import Path
 
 from opensora_sp.common.console import Parser
 
-HELP = "a page in the browser: sample from the runs of this machine, and watch their training"
-EXAMPLE = "opensora-sp studio outputs"
-
 
 def parser() -> argparse.ArgumentParser:
-    parser = Parser(description=HELP)
+    parser = Parser()
     add = parser.add_argument
     runs = "folders that hold runs; no others are read (default: outputs)"
     add("runs", nargs="*", default=["outputs"], metavar="FOLDER", help=runs)

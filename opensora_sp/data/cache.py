@@ -137,7 +137,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
     def text_length(self, clip: int) -> int:
         """Tokens of a clip's caption; 0 for a clip that could not be read in any shape."""
-        return self._text_lengths.get(clip, 0)
+        return int(self._text_lengths.get(clip, 0))
 
     def __getitem__(self, sample: Sample) -> CachedClip | CorruptSample:
         corrupt = self.corrupt.get((sample.clip, sample.shape))

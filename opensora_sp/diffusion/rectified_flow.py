@@ -254,8 +254,8 @@ class RectifiedFlow:
             if active is not None:
                 z = torch.where(by_frame(active), z, previous)
             if on_step is not None:
-                edited = on_step(i, t, z)
-                z = z if edited is None else edited
+                latents = on_step(i, t, z)
+                z = z if latents is None else latents
         return z
 
     def _transform(self, t: Tensor, geometry: Geometry | None) -> Tensor:

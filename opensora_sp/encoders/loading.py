@@ -12,9 +12,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.checkpoint import PickledWeightsError, convert_command, hub, open_weights
+from opensora_sp.checkpoint import hub, open_weights
 from opensora_sp.checkpoint import saved_config as read_config
 from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.reader import PickledWeightsError, convert_command
 
 # Files to download of a repository, as patterns of fnmatch.
 HUB_FILES = (

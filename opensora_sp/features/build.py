@@ -15,7 +15,7 @@ import torch
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig, build_component
-from opensora_sp.config.geometry import latent_size
+from opensora_sp.config.common import latent_size
 from opensora_sp.data import (
     BatchPlan,
     BucketPlan,

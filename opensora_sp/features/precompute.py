@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from opensora_sp.checkpoint import Disk
+from opensora_sp.checkpoint import FileSystem
 from opensora_sp.common.console import RANK_LOCAL
 from opensora_sp.common.files import check_writable
 from opensora_sp.config import TrainConfig
@@ -135,7 +135,7 @@ class CacheWriter:
     ) -> None:
         self.cfg, self.folder, self.dataset, self.encoders = cfg, folder, dataset, encoders
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.disk = Disk()
+        self.disk = FileSystem()
         self.made_of = made_of(cfg, dataset.rows)
 
         self.former = self.shards()

@@ -78,7 +78,7 @@ def config_of(arguments: argparse.Namespace) -> InferenceConfig:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``opensora-sp sample``."""
-    parser = config_arguments("Sample videos or images; each has a contact sheet and a JSON file.")
+    parser = config_arguments()
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable"
     )

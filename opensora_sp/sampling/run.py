@@ -17,22 +17,26 @@ from opensora_sp.checkpoint import (
     check_adapters,
     check_encoders,
     check_model_config,
-    fill,
     find_weights,
     fitted,
-    merged,
     on_rank_0,
     open_adapters,
     open_weights,
     saved_config,
     verify,
 )
-from opensora_sp.checkpoint.adapters import warn_of_other_base
+from opensora_sp.checkpoint.adapters import merged, warn_of_other_base
+from opensora_sp.checkpoint.pretrained import fill
 from opensora_sp.common.console import LOGGER, RANK_LOCAL
 from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
-from opensora_sp.config.unused import unused_settings
+from opensora_sp.config import (
+    InferenceConfig,
+    TrainConfig,
+    build_component,
+    check_launch,
+    unused_settings,
+)
 from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel

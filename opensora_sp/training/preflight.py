@@ -212,7 +212,7 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     """Raise ValueError if ``cfg.load`` cannot be read, or holds weights of another model."""
     weights, spec = initial_weights(cfg), cfg.model_spec
     # Adapters are for whole weights: checkpoints hold nothing that is initialized here.
-    options: dict[str, Any] = dict(convert=cfg.convert, of_base=cfg.lora is None)
+    options: dict[str, Any] = dict(convert=cfg.convert, allow_base=cfg.lora is None)
     if weights.config is not None:
         check_model_config(weights.path, spec.model_class.__name__, spec.config, **options)
     # Names and shapes are enough.

@@ -126,6 +126,7 @@ class StepLog:
             seconds=seconds,
             left=self.cfg.max_steps - done,
         )
+
         return {
             "loss": sum(losses) / len(losses) if losses else None,
             "grad_norm": 0.0 if grad_norm is None else float(grad_norm),

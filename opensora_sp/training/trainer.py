@@ -246,7 +246,7 @@ class Trainer:
             lora = load_base(cfg, initial_weights(cfg), self.module)
         elif cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
-            weights = fitted(weights, self.module, convert=cfg.convert, of_base=True)
+            weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
             load_model(weights, self.module, shards, self._fixed)
         ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
         self.tensors = TrainingState(self.module, self._fixed, shards, ema, lora)
@@ -306,6 +306,7 @@ class Trainer:
             meter,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
         )
+
         self.validator = Validator(
             cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batches
         )
@@ -315,6 +316,7 @@ class Trainer:
             keep_every=cfg.keep_every,
             in_background=cfg.async_save,
         )
+
         self.log = StepLog(
             cfg,
             meter,

@@ -192,6 +192,7 @@ class Validator:
             # The draws of each validation are the same, so its losses are comparable.
             seeds=[self.cfg.seed],
         )
+
         if not means.clips:
             raise none_readable(
                 "validation.manifest", dataset, dataset.shape, self.loss.corrupt.last

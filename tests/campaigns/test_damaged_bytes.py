@@ -341,7 +341,7 @@ def start_booster(place: Path, trials: list[Trial], fault: str) -> None:
         booster.save_optimizer(optimizer, str(folders["optimizer"]), shard=True, size_per_shard=1)
     saved = state_of(shards)
 
-    blind = mock.patch("opensora_sp.checkpoint.shard_index.ShardIndex.verify")
+    blind = mock.patch("opensora_sp.checkpoint.tensor_file.ShardIndex.verify")
     with blind if fault else nullcontext():
         for number, trial in enumerate(trials):
             check_load(booster, model, optimizer, saved, folders, place / str(number), trial)
