@@ -75,7 +75,7 @@ class TensorEntry:
 class BoundedFile(io.BufferedReader):
     """A file of which at most ``limit`` bytes are read; seeking is free."""
 
-    def __init__(self, raw: io.FileIO, limit: int) -> None:
+    def __init__(self, raw: Any, limit: int) -> None:
         super().__init__(raw)
         self.remaining = limit
 
