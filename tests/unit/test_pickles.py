@@ -273,7 +273,7 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
             ClaimPickler(opened, protocol=2).dump(content)
         pickle.dump(["0"], opened, protocol=2)
         opened.write(num_items.to_bytes(8, "little"))
-        opened.truncate(opened.tell() + 4 * num_items)
+        opened.truncate(opened.seek(0, 2) + 4 * num_items)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
