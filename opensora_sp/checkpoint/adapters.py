@@ -332,8 +332,8 @@ def merged(weights: Weights, adapters: Sequence[Adapters]) -> Weights:
     tensors, notes = dict(weights.tensors), list(weights.notes)
     by_layer: dict[str, list[Adapters]] = {}
     for source in adapters:
-        number = len(source.layers)
-        notes.append(f"merged {number} adapters of {source.path}, scale {source.scale:g}")
+        summary = f"{len(source.layers)} adapters of {source.path}, scale {source.scale:g}"
+        notes.append(f"merged {summary}")
         for layer in source.layers:
             by_layer.setdefault(layer, []).append(source)
 

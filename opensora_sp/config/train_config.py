@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from opensora_sp.common.importing import nearest
 from opensora_sp.data import Buckets, ClipShape
-from opensora_sp.data.degradation import check_degradation
-from opensora_sp.diffusion import check_mask_ratios, check_mask_types
+from opensora_sp.data.transforms import check_degradation
+from opensora_sp.diffusion.conditioning_frames import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel.rank_groups import check_degrees
 

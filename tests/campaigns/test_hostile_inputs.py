@@ -45,14 +45,13 @@ from opensora_sp.data import (
     Manifest,
     Sample,
     VideoTextDataset,
-    count_frames,
     index_files,
     read_frames,
     read_video,
 )
 from opensora_sp.data.cache_files import Shard as CacheShard
 from opensora_sp.data.cache_files import ShardContent, file_checksum, index_of, sealed
-from opensora_sp.data.video import probe
+from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
