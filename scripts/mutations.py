@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a dropped RNG key (step)",
-        "opensora_sp/features/draws.py",
+        "opensora_sp/features/batch.py",
         "keys = [(micro_batch.number, sample) for sample in micro_batch.ids]",
         "keys = [(0, sample) for sample in micro_batch.ids]",
         ("tests/unit/test_frame_masks.py",),

@@ -173,7 +173,7 @@ def on_sampling(folder: str) -> tuple[int, list[torch.Size]]:
 
     steps: list[int] = []
 
-    def on_step() -> None:
+    def on_step(*_: object) -> None:
         steps.append(len(steps) + 1)
         phase(f"after step {steps[-1]}")
 
