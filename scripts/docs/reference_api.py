@@ -23,7 +23,6 @@ PACKAGES = (
     "sampling",
     "integrations.diffusers",
     "device_verification",
-    "runtime",
     "runtime.doctor.device",
 )
 INTRODUCTION = """\
