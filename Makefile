@@ -2,8 +2,8 @@
 # make test   the tests of the fast tier, in five minutes on two cores
 # make test-all   those, then all other tests but the grids
 # make test-docs   all commands of the documentation; make test-shutdown   every way to end a run
-# make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/index.html
-# make test-mutations   ten planted faults, each of which make test has to catch
+# make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/summary.json
+# make test-mutations   planted faults, each of which make test has to catch
 # make lint   style, types, spelling, directions of imports, the Dockerfile; make scan   known vulnerabilities of what is installed
 # make lint-workflows   the workflows of GitHub; needs npm
 # make test-floor   the core tests with the oldest versions that setup.py admits, in .venv-floor
@@ -129,8 +129,9 @@ lint-workflows:
 scan: $(VENV)/.installed
 	$(BIN)/python scripts/scan_dependencies.py
 
+# Without --quiet, which hides from --strict what it would fail on.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site: build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site"
 
 $(VENV)/.docs: $(VENV)/.installed

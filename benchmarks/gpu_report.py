@@ -36,8 +36,7 @@ from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.planner.checkpointing import recomputed_share
-from opensora_sp.planner.flops import ModelFlops
-from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
+from opensora_sp.planner.seconds import ModelCosts, ModelFlops, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
 from opensora_sp.runtime.doctor.device import Setup, examine_device, setup_for
 from opensora_sp.runtime.doctor.device.speed import check_ceilings

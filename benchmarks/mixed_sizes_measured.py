@@ -51,7 +51,8 @@ from benchmarks.slow_link import (
 )
 from benchmarks.time_limit import limit_time
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Entry, StepBatches, write_manifest, write_video
+from opensora_sp.data import Entry, write_manifest, write_video
+from opensora_sp.data.loader import StepBatches
 from opensora_sp.parallel import CommLedger, shutdown_process_group
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.debug.comm_timing import listening
@@ -227,7 +228,7 @@ class Run:
         cfg = load_train_config(folder / "config.py", [*options, f"outputs={outputs}"])
         dataset, _ = preflight(cfg, None)
         # A CPU's memory belongs to all ranks of a host; here each has its own.
-        memory = "opensora_sp.training.activations.memory_of"
+        memory = "opensora_sp.training.memory_fit.memory_of"
         with mock.patch(memory, return_value=MEMORY):
             self.trainer = Trainer(cfg, dataset, None, torch.device("cpu"))
         self.batches = iter(self.trainer.loader)
@@ -242,7 +243,7 @@ class Run:
                 step = next(self.batches)
                 loaded = list(step.loaded)
                 batches = StepBatches(step.micro_batches, iter(loaded))
-                self.trainer._step(self.step, batches, None).read()
+                self.trainer.step.run(self.step, batches).read()
 
                 self.step += 1
                 clips += step.num_samples

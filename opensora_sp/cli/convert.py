@@ -1,6 +1,6 @@
 """``opensora-sp convert``: weights in any layout to a Hugging Face folder of safetensors.
 
-A model's weights are checked against the model; those of a VAE or text encoder stay as they are.
+A model's weights are checked against the model; weights of a VAE or text encoder stay as they are.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import argparse
 import dataclasses
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from opensora_sp.checkpoint import from_pretrained, save_pretrained
+from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.model_config import MAY_DIFFER
+from opensora_sp.checkpoint.pretrained import check_vacant, saved_license
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
+from opensora_sp.common.tensors import DTYPES
+from opensora_sp.config import ModelSpec, load_inference_config, parse_override
+from opensora_sp.encoders.convert import convert_encoder, fetched, is_encoder
+from opensora_sp.models.base import ConditionedModel
 
-if TYPE_CHECKING:
-    from opensora_sp.config.model_spec import ModelSpec
-    from opensora_sp.models.base import ConditionedModel
-
-HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
-EXAMPLE = "opensora-sp convert outputs/first weights/first --ema"
 # Options that change weights or need to know the model.
 OF_MODELS = (
     "model",
@@ -36,108 +39,59 @@ OF_MODELS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=HELP)
-    parser.add_argument(
-        "source",
-        metavar="IN",
-        help="a file, a Hugging Face or Booster folder, a run or its checkpoint, a VAE or T5; or "
-        "the name of one on the Hugging Face hub",
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    source = (
+        "a file, a Hugging Face or Booster folder, a run or its checkpoint, a VAE or T5; or the "
+        "name of one on the Hugging Face hub"
     )
-    parser.add_argument(
-        "target", metavar="OUT", help="the folder to write, which must not be there yet"
+    add("source", metavar="IN", help=source)
+    add("target", metavar="OUT", help="the folder to write, which must not be there yet")
+    model = "class or preset, for weights without config.json: STDiT3-XL/2"
+    add("--model", metavar="NAME", help=model)
+    options = (
+        "settings of the model that replace those of config.json or the preset, for example "
+        "qk_norm=True"
     )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="class or preset, for weights without config.json: STDiT3-XL/2",
-    )
-    parser.add_argument(
-        "--options",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings of the model that replace those of config.json or the preset, for example "
-        "qk_norm=True",
-    )
+    add("--options", nargs="+", default=[], metavar="KEY=VALUE", help=options)
     add_allow_pickle(parser)
 
-    parser.add_argument("--ema", action="store_true", help="convert the EMA weights")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="round to this (default: as stored)"
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest file, bytes or with a unit (default: 5GB)",
-    )
+    add("--ema", action="store_true", help="convert the EMA weights")
+    dtype = "round to this (default: as stored)"
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help=dtype)
+    size = "largest file, bytes or with a unit (default: 5GB)"
+    add("--max-shard-size", default="5GB", metavar="SIZE", help=size)
 
-    card = parser.add_argument_group("model card")
-    card.add_argument(
+    card = parser.add_argument_group("model card").add_argument
+    card(
         "--license",
         metavar="ID",
-        help="license, as the hub names it: apache-2.0 (default: that of the card in IN)",
+        help="as the hub names it (default: as the card in IN has it)",
     )
-    card.add_argument(
-        "--base-model",
-        metavar="NAME",
-        help="the model on the hub that this one was made of (default: IN, if it is a name there)",
-    )
+    base = "the model on the hub that this one was made of (default: IN, if it is a name there)"
+    card("--base-model", metavar="NAME", help=base)
 
-    _add_conversions(parser.add_argument_group("conversions"))
-    _add_pipeline(parser.add_argument_group("pipelines of diffusers"))
+    _add_conversions(parser.add_argument_group("conversions").add_argument)
+    pipelines = parser.add_argument_group("pipelines of diffusers").add_argument
+    to = "diffusers: a folder for OpenSoraPipeline, with encoders and scheduler"
+    pipelines("--to", choices=("folder", "diffusers"), default="folder", help=to)
+    config = "of --to diffusers: the sampling config that has vae, text_encoder and scheduler"
+    pipelines("--config", dest="sampling_config", metavar="CONFIG", help=config)
     return parser
 
 
-def _add_pipeline(pipelines: argparse._ArgumentGroup) -> None:
-    pipelines.add_argument(
-        "--to",
-        choices=("folder", "diffusers"),
-        default="folder",
-        help="diffusers: a folder for OpenSoraPipeline, with encoders and scheduler",
-    )
-    pipelines.add_argument(
-        "--config",
-        dest="sampling_config",
-        metavar="CONFIG",
-        help="of --to diffusers: the sampling config that has vae, text_encoder and scheduler",
-    )
-
-
-def _add_conversions(conversions: argparse._ArgumentGroup) -> None:
-    conversions.add_argument(
-        "--input-size",
-        nargs=3,
-        type=int,
-        metavar=("T", "H", "W"),
-        help="STDiT: compute the position tables for latents of this size",
-    )
-
-    conversions.add_argument(
-        "--text-length",
-        type=int,
-        metavar="N",
-        help="cut the null caption to N tokens, or repeat its last one",
-    )
-
-    conversions.add_argument(
-        "--merge-lora",
-        action="append",
-        default=[],
-        metavar="PATH[:SCALE]",
-        help="add LoRA adapters of a run, a checkpoint or peft's folder; repeatable",
-    )
-
-    conversions.add_argument(
-        "--drop-sigma", action="store_true", help="remove the channels of the variance"
-    )
+def _add_conversions(add: Callable[..., Any]) -> None:
+    size = "STDiT: compute the position tables for latents of this size"
+    add("--input-size", nargs=3, type=int, metavar=("T", "H", "W"), help=size)
+    length = "cut the null caption to N tokens, or repeat its last one"
+    add("--text-length", type=int, metavar="N", help=length)
+    lora = "add LoRA adapters of a run, a checkpoint or peft's folder; repeatable"
+    add("--merge-lora", action="append", default=[], metavar="PATH[:SCALE]", help=lora)
+    add("--drop-sigma", action="store_true", help="remove the channels of the variance")
 
 
 def run(args: argparse.Namespace) -> None:
     """Convert, and print what was written."""
-    from opensora_sp.checkpoint import check_vacant
-    from opensora_sp.encoders.convert import fetched, is_encoder
-
     log_to_terminal()
     check_vacant(Path(args.target))
 
@@ -162,8 +116,6 @@ def _check_pipeline(args: argparse.Namespace, *, is_model: bool) -> None:
 
 def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
     """Rewrite a VAE or a T5; returns what was written."""
-    from opensora_sp.encoders.convert import convert_encoder
-
     for option in OF_MODELS:
         if getattr(args, option):
             name = option.replace("_", "-")
@@ -183,11 +135,6 @@ def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
 
 def _convert(source: Path, args: argparse.Namespace) -> str:
     """Convert the weights of a model; returns what was written."""
-    from opensora_sp.checkpoint import from_pretrained, save_pretrained
-    from opensora_sp.checkpoint.hub import HubName
-    from opensora_sp.checkpoint.model_card import saved_license
-    from opensora_sp.common.tensors import DTYPES
-
     options, convert = _model_options(args)
     model = from_pretrained(
         source,
@@ -218,7 +165,6 @@ def _write_pipeline(
     model: ConditionedModel, args: argparse.Namespace, written: dict[str, Any]
 ) -> None:
     """The model with the encoders and the scheduler of a sampling config."""
-    from opensora_sp.config import load_inference_config
     from opensora_sp.integrations.diffusers import OpenSoraScheduler, write_pipeline
 
     cfg = load_inference_config(args.sampling_config)
@@ -241,20 +187,18 @@ def _write_pipeline(
 
 
 def _check_same_model(model: ConditionedModel, spec: ModelSpec) -> None:
-    """Raise ValueError if a config's model is another than that of the weights."""
-    from opensora_sp.checkpoint.model_config import MAY_DIFFER
-
-    found = {"type": type(model).__name__, **dataclasses.asdict(model.config)}
+    """Raise ValueError if a config's model is not the model of the weights."""
+    given = {"type": type(model).__name__, **dataclasses.asdict(model.config)}
     wanted = {"type": spec.model_class.__name__, **dataclasses.asdict(spec.config)}
     differing = [
-        f"{key} = {found.get(key)!r} ({wanted.get(key)!r} in the config)"
-        for key in sorted(found.keys() | wanted.keys())
-        if key not in MAY_DIFFER and found.get(key) != wanted.get(key)
+        f"{key} = {given.get(key)!r} ({wanted.get(key)!r} in the config)"
+        for key in sorted(given.keys() | wanted.keys())
+        if key not in MAY_DIFFER and given.get(key) != wanted.get(key)
     ]
     if differing:
         raise ValueError(
-            f"got weights of a model with {', '.join(differing[:6])}; expected that of --config; "
-            "correct its model section, or pass another config"
+            f"got weights of a model with {', '.join(differing[:6])}; expected the model of "
+            "--config; correct its model section, or pass another config"
         )
 
 
@@ -264,12 +208,10 @@ def _model_options(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     Raises:
         ValueError: if a setting is none of the model's.
     """
-    from opensora_sp.checkpoint import from_pretrained
-    from opensora_sp.config import parse_override
 
     options: dict[str, Any] = {}
-    for keys, value in map(parse_override, args.options):
-        options[".".join(keys)] = value
+    for keys, setting in map(parse_override, args.options):
+        options[".".join(keys)] = setting
     reserved = sorted(options.keys() & inspect.signature(from_pretrained).parameters.keys())
     if reserved:
         raise ValueError(

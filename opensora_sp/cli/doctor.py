@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.diagnosis import Diagnosis
     from opensora_sp.runtime.doctor.host_report import Check
 
-HELP = (
-    "check this host and report what would keep a run from starting; started by torchrun or "
-    "colossalai run, check and compare all of their hosts"
-)
-EXAMPLE = "opensora-sp doctor"
 MIN_WIDTH, MAX_WIDTH = 60, 110
 LABEL_WIDTH = 18
 CHECK_WIDTH = 46  # of the longest name of a finding, about
@@ -28,67 +23,65 @@ MARGIN = " " * (7 + LABEL_WIDTH + 1)
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=HELP)
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
-    add(
-        "--master-port",
-        type=int,
-        metavar="N",
-        default=29500,
-        help="as for launchers (default: 29500)",
-    )
+    port = "as for launchers (default: 29500)"
+    add("--master-port", type=int, metavar="N", default=29500, help=port)
+    config = "the config that is to run; for training, a missing ColossalAI is a failure"
+    add("--config", metavar="CONFIG", help=config)
     add("--no-collective", dest="collective", action="store_false", help="start no ranks")
-    add(
-        "--json",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="report as JSON, with what must be equal on all hosts. With --device, FILE is written "
-        "after each finding, so that a run that is stopped leaves what it found",
+    output = (
+        "report as JSON, with what must be equal on all hosts. With --device, FILE is written "
+        "after each finding, so that a run that is stopped leaves what it found"
     )
-    add(
-        "--device",
-        nargs="?",
-        const="cuda",
-        choices=["cuda", "cpu"],
-        help="instead compare the results of this host's GPUs with the CPU, in two minutes; with "
-        "--json for an issue. cpu runs the same checks, small, without a GPU",
+    add("--json", nargs="?", const="", metavar="FILE", help=output)
+    device = (
+        "instead compare the results of this host's GPUs with the CPU, in two minutes; with --json "
+        "for an issue. cpu runs the same checks, small, without a GPU"
     )
+    add("--device", nargs="?", const="cuda", choices=["cuda", "cpu"], help=device)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the report; exits with 1 if a run would not start, or a check of the device fails."""
-    found: Diagnosis | Examination
+    result: Diagnosis | Examination
     if args.device is not None:
-        found = _examine_device(args)
-        text = device_summary(found)
+        result = _examine_device(args)
+        text = device_summary(result)
     else:
         from opensora_sp.runtime.doctor.diagnosis import diagnose
 
-        diagnosis = diagnose(args.master_port, collective=args.collective)
+        trains = args.config is not None and _is_training(args.config)
+        diagnosis = diagnose(args.master_port, collective=args.collective, trains=trains)
         if diagnosis is None:
             return
-        found, text = diagnosis, table(diagnosis)
+        result, text = diagnosis, table(diagnosis)
 
     if args.json:
-        _write_json(found, args.json)
+        _write_json(result, args.json)
     if args.json == "":
-        text = _as_json(found)
+        text = _as_json(result)
     _say(text)
-    if not found.ok:
+    if not result.ok:
         sys.exit(1)
 
 
-def _as_json(found: Diagnosis | Examination) -> str:
-    return json.dumps(found.to_dict(), indent=1)
+def _is_training(config: str) -> bool:
+    from opensora_sp.config import TrainConfig, load_either
+
+    return isinstance(load_either(config, [])[0], TrainConfig)
 
 
-def _write_json(found: Diagnosis | Examination, file: str) -> None:
-    from opensora_sp.data.atomic import atomic_write
+def _as_json(result: Diagnosis | Examination) -> str:
+    return json.dumps(result.to_dict(), indent=1)
+
+
+def _write_json(result: Diagnosis | Examination, file: str) -> None:
+    from opensora_sp.common.files import atomic_write
 
     with atomic_write(Path(file)) as partial:
-        partial.write_text(_as_json(found) + "\n")
+        partial.write_text(_as_json(result) + "\n")
 
 
 def _examine_device(args: argparse.Namespace) -> Examination:
@@ -98,12 +91,12 @@ def _examine_device(args: argparse.Namespace) -> Examination:
     latest: list[Examination] = []
     prints = args.json != ""
 
-    def report(found: Examination) -> None:
-        latest[:] = [found]
+    def report(examination: Examination) -> None:
+        latest[:] = [examination]
         if args.json:
-            _write_json(found, args.json)
+            _write_json(examination, args.json)
         if prints:
-            _say(device_line(found.findings[-1]))
+            _say(device_line(examination.findings[-1]))
 
     if prints:
         _say(f"{setup.name}\n  {'check':{CHECK_WIDTH}}  {'got':>12}  {'bound':>12}  verdict")
@@ -132,7 +125,7 @@ def device_line(finding: Finding) -> str:
 
 
 def device_summary(examination: Examination) -> str:
-    """How many findings failed, and the time of all."""
+    """The number of findings that failed, and the time of all."""
     findings = examination.findings
     failed = sum(finding.verdict == "FAIL" for finding in findings)
     verdict = f"{failed} of {len(findings)} findings failed" if failed else "no finding failed"

@@ -8,81 +8,53 @@ import sys
 import textwrap
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 from opensora_sp.common.console import config_arguments
+from opensora_sp.config import load_either
+from opensora_sp.planner import BatchEstimate, Plan
+from opensora_sp.planner.run_plan import estimator_of, plan_of
 
-if TYPE_CHECKING:
-    from opensora_sp.planner import BatchEstimate, Plan
+from .plan_calibration import run_calibration
+from .plan_fit import run_fit
+from .plan_steps import schedule_steps
 
-HELP = "estimate how ranks share the batches of a config, what they send, memory and seconds"
-EXAMPLE = "opensora-sp plan configs/stdit3/train/64x512x512_sp8.py --gpus 8"
 COLUMNS = 100
 HEAD = "batch of frames x size    tokens ranks          shared by   MB sent  GB peak        s"
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP, needs_config=False)
+    parser = config_arguments(needs_config=False)
     add = parser.add_argument
 
-    add(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="processes of the run, one per GPU; with --fit by default one group of sp_size",
-    )
-    add(
-        "--gpus-per-node",
-        type=int,
-        metavar="M",
-        help="GPUs of a node, to report batches that several nodes share",
-    )
-    add(
-        "--memory-gb",
-        type=float,
-        metavar="G",
-        help="memory of a GPU in GB (1e9 bytes), to report what does not fit",
-    )
+    gpus = "processes of the run, one per GPU; with --fit by default one group of sp_size"
+    add("--gpus", type=int, metavar="N", help=gpus)
+    nodes = "GPUs of a node, to report batches that several nodes share"
+    add("--gpus-per-node", type=int, metavar="M", help=nodes)
+    memory = "memory of a GPU in GB (1e9 bytes), to report what does not fit"
+    add("--memory-gb", type=float, metavar="G", help=memory)
     add("--gpu", metavar="NAME", help="H100 or H200: for its memory and rates")
     add("--json", action="store_true", help="all numbers, in bytes, as JSON")
-    add(
-        "--fit",
-        metavar="MEMORY",
-        help="choose batch sizes and gradient checkpointing that fit into a GPU's memory, such as "
-        "80GB or 80GiB, with steps of equal time; write them as a config",
+    fit = (
+        "choose batch sizes and gradient checkpointing that fit into a GPU's memory, such as 80GB "
+        "or 80GiB, with steps of equal time; write them as a config"
     )
-    add("--out", metavar="FILE", help="of --fit: the config to write; by default beside CONFIG")
-    add("--overwrite", action="store_true", help="of --fit: replace the file if it exists")
-    add(
-        "--largest-batch",
-        type=int,
-        metavar="B",
-        help="of --fit: most clips in a batch (default: 512)",
+    add("--fit", metavar="MEMORY", help=fit)
+    add("--out", metavar="FILE", help="of --fit: the config to write; by default next to CONFIG")
+    largest = "of --fit: most clips in a batch (default: 512)"
+    add("--largest-batch", type=int, metavar="B", help=largest)
+    calibrate = (
+        "measure this machine's speed in under a minute and write it for the config key "
+        "cost_model; under torchrun its links, too; CONFIG may be left out"
     )
-    add(
-        "--calibrate",
-        metavar="FILE",
-        help="measure this machine's speed in under a minute and write it for the config key "
-        "cost_model; under torchrun its links, too; CONFIG may be left out",
-    )
+    add("--calibrate", metavar="FILE", help=calibrate)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    from opensora_sp.config import TrainConfig, load_either
-    from opensora_sp.planner import plan
-    from opensora_sp.planner.run_plan import check_numbers, rates_of
-
-    from .calibrated import run_calibration
-    from .cut import schedule_steps
-    from .fitted import run_fit
-
     # disable=None: no bar where stderr is no terminal.
-    progress = partial(
-        tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
-    )
+    progress = partial(tqdm, desc="plan", unit="bucket", disable=None, leave=False)
     if args.calibrate is not None:
         run_calibration(args)
         return
@@ -92,14 +64,15 @@ def run(args: argparse.Namespace) -> None:
         return
 
     cfg, _ = load_either(args.config, args.cfg_options)
-    check_numbers(args.gpus, args.gpus_per_node, args.memory_gb)
-    rates_of(cfg, args.gpu)
-    how = {name: getattr(args, name) for name in ("gpus_per_node", "memory_gb", "gpu")}
-    steps = None
-    if isinstance(cfg, TrainConfig):
-        steps = schedule_steps(cfg, args.gpus, progress=progress, **how)
-    degrees = None if steps is None else steps.degrees
-    result = plan(cfg, args.gpus, degrees=degrees, progress=progress, **how)
+    estimator = estimator_of(
+        cfg,
+        args.gpus,
+        gpus_per_node=args.gpus_per_node,
+        memory_gb=args.memory_gb,
+        gpu=args.gpu,
+    )
+    steps = schedule_steps(estimator, progress)
+    result = plan_of(estimator, None if steps is None else steps.degrees, progress)
     if args.json:
         sys.stdout.write(json.dumps(result.to_dict(), indent=1) + "\n")
         return
@@ -115,43 +88,46 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             "got no CONFIG; expected a config to plan; pass its path, or --calibrate FILE alone"
         )
-    if args.fit is not None:
-        return
-    if args.gpus is None:
+    if args.fit is None and args.gpus is None:
         raise ValueError(
             "got no --gpus; expected the number of processes of the run; pass for example --gpus 8"
         )
-    if args.out or args.overwrite or args.largest_batch is not None:
+    if args.fit is None and (args.out or args.largest_batch is not None):
         raise ValueError(
-            "got --out, --overwrite or --largest-batch without --fit; expected the memory to fit "
-            "into; pass for example --fit 80GB"
+            "got --out or --largest-batch without --fit; expected the memory to fit into; pass for "
+            "example --fit 80GB"
         )
 
 
 def table(plan: Plan) -> list[str]:
     """The plan in lines of at most 100 characters."""
-    lines = [
-        f"{plan.model}, {plan.parameters / 1e6:.1f} M parameters, {plan.purpose} in "
-        f"{plan.precision}, {plan.num_gpus} GPUs = dp_size {plan.dp_size} x sp_size {plan.sp_size}"
-    ]
-    if plan.communicators is not None:
-        lines[0] = lines[0].partition(" = ")[0]
-        lines += _wrapped(
+    run = plan.run
+    purpose, what = "sampling", "a call of the model"
+    if run.training:
+        purpose, what = "training", "a micro-batch"
+    title = (
+        f"{run.name}, {run.sizes.total / 1e6:.1f} M parameters, {purpose} in {run.cfg.precision}, "
+        f"{run.num_gpus} GPUs"
+    )
+    if run.communicators is not None:
+        degrees = (
             "sp_size: chosen for each micro-batch; below, on the ranks that its batches run on. "
-            + plan.communicators.describe()
+            + run.communicators.describe()
         )
-    elif plan.spans_nodes is not None:
-        spans = "spans nodes: its exchanges use the network"
-        where = spans if plan.spans_nodes else "lies on one node"
-        lines.append(f"a group of {plan.sp_size} ranks {where}")
-    if plan.adapters is not None:
-        lines.append(f"LoRA: {plan.adapters / 1e6:.1f} M parameters of adapters are trained")
+        lines = [title, *_wrapped(degrees)]
+    else:
+        lines = [f"{title} = dp_size {run.num_gpus // run.ranks} x sp_size {run.ranks}"]
+        if run.knows_nodes:
+            spans = "spans nodes: its exchanges use the network"
+            where = spans if run.spans_nodes(run.ranks) else "lies on one node"
+            lines.append(f"a group of {run.ranks} ranks {where}")
+    if run.adapters is not None:
+        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained")
 
-    lines += [*plan.schedule, "", HEAD, *map(_row, plan.buckets)]
-    what = "a micro-batch" if plan.purpose == "training" else "a call of the model"
+    lines += ["", HEAD, *map(_row, plan.buckets)]
     lines += _wrapped(
-        f"MB sent: by a rank for {what}. GB peak: of a rank, {plan.kernels}, without "
-        f"the encoders. s: of {what}, by arithmetic at the rates of {plan.rates}."
+        f"MB sent: by a rank for {what}. GB peak: of a rank, {run.kernels_in_words}, without the "
+        f"encoders. s: of {what}, by arithmetic at the rates of {run.options.cost_model.name}."
     )
     return lines + (_details(plan.buckets[0]) if len(plan.buckets) == 1 else [])
 
@@ -169,20 +145,20 @@ def _row(estimate: BatchEstimate) -> str:
 
 
 def _details(estimate: BatchEstimate) -> list[str]:
-    """Of the only batch: shape, strategy, what is sent in each phase, and the parts of memory."""
+    """Of the only batch: shape, strategy, traffic of each phase, and the parts of memory."""
     memory, kept, peak = estimate.memory, estimate.memory.kept, estimate.memory.peak
     shape = ", ".join(f"{number:,} {name}" for name, number in estimate.shape.items())
     phases = {}
     for phase in ("forward", "recompute", "backward"):
         sent = getattr(estimate.traffic, phase)
         phases[phase] = sum(sent) / len(sent) / 1e6
-    parts = {
-        "weights": kept.weights,
-        "optimizer": kept.master_weights + kept.moments,
-        "EMA": kept.ema,
-        "gradients": peak.gradients,
-        "activations": peak.activations,
-    }
+    parts = dict(
+        weights=kept.weights,
+        optimizer=kept.master_weights + kept.moments,
+        EMA=kept.ema,
+        gradients=peak.gradients,
+        activations=peak.activations,
+    )
     entries = [
         f"batch: {shape}",
         f"{estimate.strategy}: {estimate.reason}",

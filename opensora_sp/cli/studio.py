@@ -8,26 +8,14 @@ from pathlib import Path
 
 from opensora_sp.common.console import Parser
 
-HELP = "a page in the browser: sample from the runs of this machine, and watch their training"
-EXAMPLE = "opensora-sp studio outputs"
-
 
 def parser() -> argparse.ArgumentParser:
-    parser = Parser(description=HELP)
+    parser = Parser()
     add = parser.add_argument
-    add(
-        "runs",
-        nargs="*",
-        default=["outputs"],
-        metavar="FOLDER",
-        help="folders that hold runs; no others are read (default: outputs)",
-    )
-    add(
-        "--outputs",
-        default="studio",
-        metavar="DIR",
-        help="folder for sampled videos and uploads (default: studio)",
-    )
+    runs = "folders that hold runs; no others are read (default: outputs)"
+    add("runs", nargs="*", default=["outputs"], metavar="FOLDER", help=runs)
+    outputs = "folder for sampled videos and uploads (default: studio)"
+    add("--outputs", default="studio", metavar="DIR", help=outputs)
     add("--nproc", type=int, default=1, metavar="N", help="processes that sample (default: 1)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=7860, help="port; 0 takes a free one (default: 7860)")
@@ -60,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     if args.nproc > 1:
         # As torchrun does.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from opensora_sp.data.atomic import check_writable
+    from opensora_sp.common.files import check_writable
     from opensora_sp.studio.folders import Folders
     from opensora_sp.studio.server import run as serve
 

@@ -5,48 +5,31 @@ from __future__ import annotations
 import argparse
 
 from opensora_sp.common.console import add_allow_pickle, config_arguments, parse_bool
-
-HELP = "train a model from a config; torchrun or colossalai run start it on several processes"
-EXAMPLE = "torchrun --nproc_per_node 2 -m opensora_sp.cli train configs/demo/first.py"
+from opensora_sp.config import load_train_config
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.training.run import train
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP)
-    parser.add_argument(
-        "--resume",
-        metavar="auto|none|PATH",
-        help="resume from the newest checkpoint in the run's folder, or from a given one; none "
-        "starts from step 0 in a folder of checkpoints that cannot be resumed",
+    parser = config_arguments()
+    add = parser.add_argument
+    resume = (
+        "resume from the newest checkpoint in the run's folder, or from a given one; none starts "
+        "from step 0 in a folder of checkpoints that cannot be resumed"
     )
-    parser.add_argument(
-        "--accept-new-data",
-        action="store_true",
-        help="resume also if the manifest is not the one that the checkpoint was written with",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="STEPS",
-        help="write a trace of a step (3) or of several (10-12) into the run's folder",
-    )
-    parser.add_argument(
-        "--wandb",
-        type=parse_bool,
-        nargs="?",
-        const=True,
-        metavar="True|False",
-        help="log to W&B or not",
-    )
-
+    add("--resume", metavar="auto|none|PATH", help=resume)
+    new_data = "resume also if the manifest is not the one that the checkpoint was written with"
+    add("--accept-new-data", action="store_true", help=new_data)
+    profile = "write a trace of a step (3) or of several (10-12) into the run's folder"
+    add("--profile", metavar="STEPS", help=profile)
+    wandb = "log to W&B or not"
+    add("--wandb", type=parse_bool, nargs="?", const=True, metavar="True|False", help=wandb)
     add_allow_pickle(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Train; every rank calls it."""
-    from opensora_sp.config import load_train_config
-    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
-    from opensora_sp.training import train
-
     with raise_on_all_ranks():
         wandb = [] if args.wandb is None else [f"wandb={args.wandb}"]
         cfg = load_train_config(args.config, [*args.cfg_options, *wandb])

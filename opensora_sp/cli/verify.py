@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opensora_sp.common.console import config_arguments
+from opensora_sp.config import load_train_config
+from opensora_sp.parallel import Verdict
+from opensora_sp.parallel.strategies import WholeSamples
+from opensora_sp.training.sp_verification import verify_config
 
-if TYPE_CHECKING:
-    from opensora_sp.parallel import Verdict
-
-HELP = "compare one small step of a config's model with and without sequence parallelism, on CPU"
-EXAMPLE = "opensora-sp verify configs/demo/first.py"
 SHOWN = 5  # gradients listed without --all
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP)
-    parser.add_argument(
-        "--ranks", type=int, metavar="P", help="ranks that share the batch (default: sp_size)"
-    )
-    parser.add_argument(
-        "--depth", type=int, default=2, help="blocks, or pairs of blocks, to keep (default: 2)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=512, help="tokens per sample to keep (default: 512)"
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="list every gradient, not only those with the largest differences",
-    )
-
+    parser = config_arguments()
+    add = parser.add_argument
+    ranks = "ranks that share the batch (default: sp_size)"
+    add("--ranks", type=int, metavar="P", help=ranks)
+    depth = "blocks, or pairs of blocks, to keep (default: 2)"
+    add("--depth", type=int, default=2, help=depth)
+    tokens = "tokens per sample to keep (default: 512)"
+    add("--max-tokens", type=int, default=512, help=tokens)
+    every = "list every gradient, not only those with the largest differences"
+    add("--all", action="store_true", help=every)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the comparison; exits with 1 where the results differ."""
-    from opensora_sp.config import load_train_config
-    from opensora_sp.parallel.strategies import WholeSamples
-    from opensora_sp.training.sp_verification import verify_config
-
     cfg = load_train_config(args.config, args.cfg_options)
     # With a degree for each micro-batch, --ranks names the one to verify.
     configured = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
@@ -51,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     )
 
     set_options = dict(cfg.sequence_parallel).items()
-    options = {key: value for key, value in set_options if value not in (None, False, 1)}
+    options = {key: option for key, option in set_options if option not in (None, False, 1)}
     sys.stdout.write(
         f"{cfg.model['type']} on {ranks} ranks and on one, float64, latents {list(shape)}, "
         f"{options}\n"

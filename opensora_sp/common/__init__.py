@@ -1,1 +1,1 @@
-"""What several packages share: console, files, names, tensors, graphs, randomness."""
+"""Shared by several packages: console, files, names, tensors, graphs, randomness."""

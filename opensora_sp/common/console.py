@@ -1,4 +1,4 @@
-"""What the scripts share: reports of errors, handling of Ctrl-C, command-line options, and logging.
+"""Shared by the commands: reports of errors, handling of Ctrl-C, command-line options, and logging.
 
 Imports nothing slow: scripts handle Ctrl-C before they import torch.
 """
@@ -24,8 +24,7 @@ RANK_LOCAL = {"is_rank_local": True}
 # Set once this process exits: code that runs at its end cannot ask Python for it.
 exit_status: int | None = None
 CONFIG_HELP = (
-    "config file, Python in mmengine's style; those of the package, configs/..., are found in "
-    "every folder"
+    "config file, Python in mmengine's style; the package's, configs/..., are found in every folder"
 )
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -103,11 +102,17 @@ def parse_bool(text: str) -> bool:
     return text.lower() in TRUE
 
 
-def config_arguments(description: str, *, needs_config: bool = True) -> argparse.ArgumentParser:
+def config_arguments(*, needs_config: bool = True) -> argparse.ArgumentParser:
     """A parser with the two arguments that every script takes: the config, and overrides of it."""
-    parser = Parser(description=description)
+    parser = Parser()
     number = None if needs_config else "?"
     parser.add_argument("config", nargs=number, help=CONFIG_HELP)
+    add_cfg_options(parser)
+    return parser
+
+
+def add_cfg_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option that overrides values of the config."""
     parser.add_argument(
         "--cfg-options",
         nargs="+",
@@ -117,7 +122,6 @@ def config_arguments(description: str, *, needs_config: bool = True) -> argparse
         help="override config values, for example sp_size=4 optimizer.lr=1e-5; values are Python "
         "literals or text",
     )
-    return parser
 
 
 def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
@@ -125,13 +129,13 @@ def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="also read pickled weights (.pt, .pth, .bin), in a process without network and access "
-        "to files",
+        help="also read pickled weights (.pt, .pth, .bin): names, shapes and bytes of tensors; "
+        "nothing in them is executed",
     )
 
 
 def is_shown_on_all_ranks(record: logging.LogRecord) -> bool:
-    """Whether ranks other than 0 show a record: errors, and what only this rank logs."""
+    """True if ranks other than 0 show a record: errors, and what only this rank logs."""
     return record.levelno >= logging.ERROR or getattr(record, "is_rank_local", False)
 
 

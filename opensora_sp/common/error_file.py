@@ -68,22 +68,22 @@ def _marker(file: str) -> Path | None:
 
 def _claim(marker: Path) -> bool:
     """Create the link unless it exists; returns whether this process did, or no process can."""
-    own = str(os.getpid())
+    pid = str(os.getpid())
     try:
         if _is_stale(marker):
             marker.unlink(missing_ok=True)
 
         # A link, not a file: it has its content from the moment on at which others can see it.
-        os.symlink(own, marker)
+        os.symlink(pid, marker)
         return True
     except FileExistsError:
-        return _read_pid(marker) in (own, "")
+        return _read_pid(marker) in (pid, "")
     except OSError:
         return True
 
 
 def _is_stale(marker: Path) -> bool:
-    """Whether the link is of an earlier run: its process had exited before this one started."""
+    """True if the link is of an earlier run: its process had exited before this one started."""
     pid = _read_pid(marker)
     if not pid or _is_running(pid):
         return False
@@ -100,7 +100,7 @@ def _read_pid(marker: Path) -> str:
 
 
 def _is_running(pid: str) -> bool:
-    """Whether a process has not exited; a busy launcher may leave it as a zombie for a while."""
+    """True if a process has not exited; a busy launcher may leave it as a zombie for a while."""
     try:
         return bool(psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE)
     except (psutil.Error, ValueError):
@@ -108,8 +108,7 @@ def _is_running(pid: str) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 0.05) -> bool:
-    """Poll until a condition holds, every
-    ``interval`` seconds, for ``timeout`` seconds at most; return True if it does."""
+    """Poll every ``interval`` seconds until a condition holds; False if ``timeout`` passes."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

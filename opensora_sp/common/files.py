@@ -1,4 +1,4 @@
-"""Bounded reading of small files that someone else may have written, and shipped files.
+"""Bounded reading of small files that someone else may have written, atomic writing, shipped files.
 
 Sizes and nesting of JSON are bounded before anything is parsed: a list of empty lists takes 20
 times its bytes in memory, and JSON that is nested too deeply ends in a RecursionError, in the
@@ -16,7 +16,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,8 +67,8 @@ def read_json(
         ValueError: if it is larger than ``max_bytes``, nested deeper than ``MAX_DEPTH``, or not
             JSON.
     """
-    data = read_small_file(path, max_bytes, "JSON")
-    return parse_json(data, str(path), object_hook=object_hook)
+    text = read_small_file(path, max_bytes, "JSON")
+    return parse_json(text, str(path), object_hook=object_hook)
 
 
 def parse_json(
@@ -109,17 +110,17 @@ def read_small_file(path: str | Path, max_bytes: int, what: str) -> bytes:
         OSError: if it cannot be read.
         ValueError: if it is larger.
     """
-    data = bytearray()
+    content = bytearray()
     with open_regular(path) as file:
         # In parts: a read reserves memory for all that it may return.
-        while len(data) <= max_bytes and (part := file.read(1 << 16)):
-            data += part
-    if len(data) > max_bytes:
+        while len(content) <= max_bytes and (part := file.read(1 << 16)):
+            content += part
+    if len(content) > max_bytes:
         raise ValueError(
             f"got {path} of more than {max_bytes:,} bytes; expected {what} of at most so many; "
             "check that it is the right file, or split it"
         )
-    return bytes(data)
+    return bytes(content)
 
 
 def _is_deep(text: str) -> bool:
@@ -144,7 +145,7 @@ SHIPPED = Path(__file__).parent.parent / FOLDER
 
 
 def or_shipped(path: str | Path) -> Path:
-    """A path as it is if it exists, else that of the package's file of this name if there is one.
+    """A path as it is if it exists, else of the package's file of this name if there is one.
 
     Logs which file is taken from the package.
     """
@@ -160,3 +161,35 @@ def or_shipped(path: str | Path) -> Path:
 def shipped_name(path: Path) -> str:
     """``configs/...``, under which ``or_shipped`` finds a file of the package."""
     return f"{FOLDER}/{path.relative_to(SHIPPED).as_posix()}"
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield the partial path to write to. It replaces ``path`` on success and is removed on error.
+
+    Partial files are hidden and keep the suffix, which decides on formats.
+    """
+    # By process, so that two of them do not write one file.
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path, name: str = "outputs") -> None:
+    """Raise ValueError if files cannot be written in a folder, which need not exist yet.
+
+    Args:
+        name: of the option that sets the folder, for errors.
+    """
+    existing = folder.absolute()
+    # A link that leads nowhere exists as well: no folder can be made in its place.
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ValueError(
+            f"got {name} {str(folder)!r}, but {existing} is no folder that can be written; "
+            f"expected one; set {name} to another folder"
+        )

@@ -65,7 +65,7 @@ class PackageError(ImportError, ValueError):
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module could be imported, without importing it."""
+    """True if a module could be imported, without importing it."""
     spec = find_spec(module)
     # A folder of this name where Python was started, as W&B makes one, has no origin.
     return spec is not None and spec.origin is not None

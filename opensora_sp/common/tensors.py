@@ -21,25 +21,26 @@ DTYPES = {
 T = TypeVar("T")
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same value with each tensor in it, in its lists and in its dataclasses replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list):
-        return [map_tensors(function, one) for one in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        content = {field.name: getattr(value, field.name) for field in fields(value)}
-        return replace(value, **{k: map_tensors(function, v) for k, v in content.items()})
-    return value
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same tree with each tensor in it, in its lists and in its dataclasses replaced."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, list):
+        return [map_tensors(function, branch) for branch in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        branches = {field.name: getattr(tree, field.name) for field in fields(tree)}
+        mapped = {name: map_tensors(function, branch) for name, branch in branches.items()}
+        return replace(tree, **mapped)
+    return tree
 
 
-def to_device(value: T, device: torch.device) -> T:
-    """The value with its tensors on the device, without blocking the host.
+def to_device(tree: T, device: torch.device) -> T:
+    """The tree with its tensors on the device, without blocking the host.
 
     A copy from pageable memory waits for all work queued on the GPU, so tensors are pinned first
     if they are not. Pinned memory is cached for later copies.
     """
-    result: T = map_tensors(partial(_to_device, device=device), value)
+    result: T = map_tensors(partial(_to_device, device=device), tree)
     return result
 
 
@@ -49,22 +50,22 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def copied_ahead(values: Iterator[T], device: torch.device) -> Iterator[T]:
-    """The values on the device, where the copy of the next one has started before one is yielded.
+def copied_ahead(trees: Iterator[T], device: torch.device) -> Iterator[T]:
+    """The trees on the device, where the copy of the next one has started before one is yielded.
 
-    Copies run on a stream of their own, beside the computation. So two values are on the device,
+    Copies run on another stream than the computation. So two trees are on the device,
     and a third one while the consumer asks for the next. On the CPU nothing is copied or read
     ahead.
     """
     if device.type != "cuda":
-        yield from values
+        yield from trees
         return
 
     stream = torch.cuda.Stream(device)
     ahead: tuple[T, torch.cuda.Event] | None = None
-    for value in values:
+    for tree in trees:
         with torch.cuda.stream(stream):
-            copied = to_device(value, device), stream.record_event()
+            copied = to_device(tree, device), stream.record_event()
         if ahead is not None:
             yield _handed_over(*ahead)
         ahead = copied
@@ -72,8 +73,8 @@ def copied_ahead(values: Iterator[T], device: torch.device) -> Iterator[T]:
         yield _handed_over(*ahead)
 
 
-def _handed_over(value: T, copied: torch.cuda.Event) -> T:
-    """The value, for use on the current stream, which waits for the copy."""
+def _handed_over(tree: T, copied: torch.cuda.Event) -> T:
+    """The tree, for use on the current stream, which waits for the copy."""
     current = torch.cuda.current_stream()
     current.wait_event(copied)
 
@@ -82,7 +83,7 @@ def _handed_over(value: T, copied: torch.cuda.Event) -> T:
         tensor.record_stream(current)
         return tensor
 
-    kept: T = map_tensors(keep, value)
+    kept: T = map_tensors(keep, tree)
     return kept
 
 

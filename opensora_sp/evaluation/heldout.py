@@ -18,9 +18,8 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
 from opensora_sp.data import ClipShape, MicroBatch, VideoTextDataset
-from opensora_sp.features.batch import BatchMaker
+from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Source
 from opensora_sp.parallel import SequenceMesh
@@ -41,7 +40,7 @@ class HeldoutLoss:
     of the bins is the loss that training would have on these clips.
 
     Args:
-        model: what is called with noised latents, such as a boosted model.
+        model: called with noised latents, such as a boosted model.
         module: the bare model, parallelized over ``mesh``.
         dataset: the clips.
         batches: adds noise.
@@ -79,7 +78,7 @@ class HeldoutLoss:
         """The mean over the clips that all ranks can read, cut to ``shape``. Collective.
 
         Args:
-            clips: those of this rank's current group; the groups measure clips of their own.
+            clips: of this rank's current group; each group measures others.
         """
         # The losses of each seed and bin, and the number of clips.
         sums = torch.zeros(len(seeds) * bins + 1, device=self.device)
@@ -87,6 +86,7 @@ class HeldoutLoss:
             ids, features = self._readable(clips[start : start + batch_size], shape)
             if ids:
                 sums[:-1] += self._losses(ids, features, bins, seeds).flatten()
+                # Each rank of the group counts its part of a clip.
                 sums[-1] += len(ids) / self.mesh.sp_size
 
         dist.all_reduce(sums)
@@ -95,7 +95,7 @@ class HeldoutLoss:
         return MeanLosses(means, round(sums[-1].item()))
 
     def _readable(self, chosen: Sequence[int], shape: ClipShape) -> tuple[list[int], Features]:
-        """Those of some clips that can be read, and their features. Collective in the group."""
+        """The readable ones of some clips, and their features. Collective in the group."""
         ids = list(chosen)
         while True:
             features = self.encoder.filled(float("nan"), len(ids), shape)
@@ -103,6 +103,7 @@ class HeldoutLoss:
                 return ids, features
             batch = MicroBatch(0, 0, shape, tuple(ids), 0.0)
             items = [self.dataset[sample] for sample in self.encoder.samples(batch)]
+            # A rank knows of the clips that it reads, and the group has to agree.
             corrupt = self.encoder.encode_readable(features, ids, range(len(ids)), items)
             if not corrupt:
                 return ids, features
@@ -112,6 +113,7 @@ class HeldoutLoss:
         self, ids: list[int], features: Features, bins: int, seeds: Sequence[int]
     ) -> Tensor:
         """This rank's part of the sum of the clips' losses, ``[S, K]``."""
+        # Captions are embedded once for all seeds and bins.
         text = self.module.encode_text(features.y, features.mask)
         sums = []
         for seed in seeds:

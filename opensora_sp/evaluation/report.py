@@ -63,7 +63,7 @@ class Evaluation:
         weights: their path.
         manifest: of the clips.
         seeds: of noise and timesteps.
-        buckets: those of which a clip could be read.
+        buckets: with a clip that could be read.
         empty: the names of the others.
     """
 
@@ -79,11 +79,18 @@ class Evaluation:
 
     def table(self) -> str:
         """A line for each bucket and bin."""
+        seeds = f"seed {self.seeds[0]}"
+        if len(self.seeds) > 1:
+            seeds = (
+                f"seeds {self.seeds[0]} to {self.seeds[-1]}; ± is the 95% confidence interval of "
+                "the mean over seeds"
+            )
         lines = [
             f"held-out loss of {self.weights} on {self.manifest}",
-            self._described_seeds(),
+            seeds,
             "bins: equal parts of the timesteps as training draws them, from data (0%) to noise",
         ]
+
         for bucket in self.buckets:
             lines += ["", f"{bucket.name}: {bucket.clips} clips"]
             lines.append(f"  {'all timesteps':>20}  {bucket.loss}")
@@ -93,11 +100,3 @@ class Evaluation:
         if self.empty:
             lines += ["", f"without clips: {', '.join(self.empty)}"]
         return "\n".join(lines)
-
-    def _described_seeds(self) -> str:
-        if len(self.seeds) == 1:
-            return f"seed {self.seeds[0]}"
-        return (
-            f"seeds {self.seeds[0]} to {self.seeds[-1]}; ± is the 95% confidence interval of the "
-            "mean over seeds"
-        )

@@ -12,22 +12,11 @@ from typing import Any
 
 import torch
 
-from opensora_sp.checkpoint import (
-    Adapters,
-    check_model_config,
-    find_weights,
-    on_rank_0,
-    saved_config,
-)
-from opensora_sp.checkpoint.adapters import find_adapters
+from opensora_sp.checkpoint import check_model_config, find_weights, on_rank_0, saved_config
+from opensora_sp.checkpoint.adapters import Adapters, find_adapters
 from opensora_sp.checkpoint.paths import newest_checkpoint
 from opensora_sp.common.files import read_json
-from opensora_sp.config import (
-    TrainConfig,
-    check_launch,
-    load_train_config,
-    saved_train_config,
-)
+from opensora_sp.config import TrainConfig, check_launch, load_train_config, saved_train_config
 from opensora_sp.data import BucketPlan, ClipShape, VideoTextDataset
 from opensora_sp.data.buckets import Buckets, batch_sizes_of
 from opensora_sp.features.batch import BatchMaker
@@ -35,8 +24,7 @@ from opensora_sp.features.build import make_encoders
 from opensora_sp.features.same_clips import agree_on_clips, by_name
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.process_group import join_processes
-from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.run import (
     found_at,
@@ -64,8 +52,8 @@ class Settings:
         config: a training config with encoders, sizes and scheduler; None takes the checkpoint's.
         overrides: ``key=value`` texts that override the config.
         bins: of timesteps.
-        seeds: number of draws of noise and timesteps; the first is that of validation.
-        sp_size: ranks that share a batch; None is that of the config where it is a number that
+        seeds: number of draws of noise and timesteps; the first is the seed of validation.
+        sp_size: ranks that share a batch; None takes the config's where it is a number that
             divides the number of processes, else 1.
         use_ema: evaluate the EMA weights of a checkpoint.
         lora: further adapters to merge, each ``PATH`` or ``PATH:SCALE``.
@@ -104,18 +92,18 @@ def evaluate(settings: Settings) -> Evaluation:
     with raise_on_all_ranks():
         cfg, sources, dataset, buckets = preflight(settings)
         compared = compared_settings(settings, cfg, sources)
-    device = join_processes(compared, alone=True)
+    store = join_rendezvous(compared)
 
-    with closing_process_group(), Watchdog(grace_time=0):
+    with closing_process_group(), Watchdog(store, grace_time=0):
+        device = start_process_group(store, alone=True)
+        # Ranks that read other files would compute losses of other clips.
         agree_on_clips(by_name(dataset.fingerprint, "--manifest"))
-        found = _evaluate(settings, cfg, sources, dataset, buckets, device)
+        evaluation = _evaluate(settings, cfg, sources, dataset, buckets, device)
         drain_process_group()
-    return found
+    return evaluation
 
 
-def preflight(
-    settings: Settings,
-) -> tuple[TrainConfig, Sources, VideoTextDataset, list[Bucket]]:
+def preflight(settings: Settings) -> tuple[TrainConfig, Sources, VideoTextDataset, list[Bucket]]:
     """The config, the weights, the clips and their buckets; the same on every rank.
 
     Raises:
@@ -129,12 +117,13 @@ def preflight(
     # A run's own setting is no permission to read its pickles.
     allowed = settings.allow_pickle or (settings.config is not None and cfg.allow_pickle)
     cfg = cfg.model_copy(update={"allow_pickle": allowed})
-    check_launch(cfg, _world_size())
+    check_launch(cfg, int(os.environ.get("WORLD_SIZE", "1")))
     sources = _sources(settings, cfg)
     weights = find(sources.weights, ema=sources.ema)
     # From here on, by the files of today: a run may save newer ones meanwhile.
     lora = resolved_sources(cfg, sources.lora, ema=settings.use_ema)
     sources = replace(sources, weights=str(weights), lora=lora)
+    # Before encoders and the model are loaded, which takes minutes.
     if saved_config(weights) is not None:
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
@@ -152,7 +141,7 @@ def preflight(
 
 @dataclass(frozen=True)
 class Sources:
-    """The weights to evaluate, whether those are the EMA weights of a run, and what is merged."""
+    """The weights to evaluate, True if they are the EMA weights of a run, and merged adapters."""
 
     weights: str
     ema: bool
@@ -160,7 +149,7 @@ class Sources:
 
 
 def _sources(settings: Settings, cfg: TrainConfig) -> Sources:
-    """Those of the settings; of a run that trained adapters, the weights that it has loaded.
+    """The settings' weights; of a run that trained adapters, the weights that it has loaded.
 
     Raises:
         ValueError: for adapters without the weights that they are for.
@@ -177,7 +166,7 @@ def _sources(settings: Settings, cfg: TrainConfig) -> Sources:
 
 
 def compared_settings(settings: Settings, cfg: TrainConfig, sources: Sources) -> dict[str, Any]:
-    """What must be equal on all ranks beside the clips, by its name."""
+    """The settings that must be equal on all ranks, except the clips, by their names."""
     options = {
         "--bins": settings.bins,
         "--seeds": settings.seeds,
@@ -196,10 +185,6 @@ def _check_numbers(settings: Settings) -> None:
             )
 
 
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _config(settings: Settings) -> TrainConfig:
     """The training config of ``--config``, or else the one that the checkpoint keeps."""
     overrides = list(settings.overrides)
@@ -208,13 +193,12 @@ def _config(settings: Settings) -> TrainConfig:
 
     state = _state(settings)
     values = None if state is None else read_json(state).get("config")
-    if values is None:
+    if state is None or values is None:
         raise ValueError(
             f"got checkpoint {settings.ckpt!r}, which does not state its autoencoder, text "
             "encoder, sizes and scheduler; expected the checkpoint of a run, or a training config "
-            "beside the weights; pass --config CONFIG"
+            "in addition to the weights; pass --config CONFIG"
         )
-    assert state is not None
     return saved_train_config(values, state, overrides)
 
 
@@ -237,7 +221,8 @@ def _with_sp_size(cfg: TrainConfig, sp_size: int | None) -> TrainConfig:
     if sp_size is None:
         # Degrees of buckets, or of each micro-batch, are training's.
         configured = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
-        sp_size = configured if _world_size() % configured == 0 else 1
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        sp_size = configured if world_size % configured == 0 else 1
     return cfg.model_copy(update={"sp_size": sp_size})
 
 
@@ -258,14 +243,15 @@ def _buckets(
         return [Bucket(name, cfg.batch_size, {shape: list(range(len(dataset)))})]
 
     config = _keeping_all(cfg.bucket_config, recorded)
-    found = []
+    buckets = []
     for entry in Buckets.of(config).entries:
+        # One bucket at a time: a clip counts in each bucket that it fits.
         alone = {entry.resolution: {entry.num_frames: (1.0, entry.batch_size)}}
         members = _plan(cfg, dataset, alone).epoch(0).members
         clips = {shape: ids.tolist() for shape, ids in members.items()}
-        found.append(Bucket(entry.name, entry.batch_size or 1, clips))
+        buckets.append(Bucket(entry.name, entry.batch_size or 1, clips))
 
-    if not any(bucket.clips for bucket in found):
+    if not any(bucket.clips for bucket in buckets):
         table = "\n".join(_plan(cfg, dataset, config).describe())
         raise ValueError(
             f"got {len(dataset)} clips in --manifest {str(dataset.rows.file)!r}, none of which has "
@@ -273,7 +259,7 @@ def _buckets(
             "at least one bucket; index the files again with opensora-sp index, add longer or "
             "larger clips, or pass --cfg-options bucket_config=..."
         )
-    return found
+    return buckets
 
 
 def _keeping_all(
@@ -317,37 +303,25 @@ def _evaluate(
     with on_rank_0("checking the checkpoint") as is_rank_0:
         if is_rank_0:
             verify_parts(weights, adapters)
+    vae, text_encoder = encoders.vae, encoders.text_encoder
     module = load_model(
-        cfg,
-        weights,
-        mesh,
-        device,
-        encoders.vae,
-        encoders.text_encoder,
-        ema=sources.ema,
-        adapters=adapters,
+        cfg, weights, mesh, device, vae, text_encoder, ema=sources.ema, adapters=adapters
     )
     # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.
-    loss = HeldoutLoss(
-        module,
-        module,
-        mesh,
-        dataset,
-        encoders,
-        BatchMaker(cfg, device),
-        whole=cfg.sequence_parallel.verify,
-    )
+    batches, whole = BatchMaker(cfg, device), cfg.sequence_parallel.verify
+    loss = HeldoutLoss(module, module, mesh, dataset, encoders, batches, whole=whole)
 
-    seeds = [cfg.seed + number for number in range(settings.seeds)]
+    seeds = list(range(cfg.seed, cfg.seed + settings.seeds))
     measured, empty = [], []
     for bucket in buckets:
-        found = _measure(loss, bucket, settings.bins, seeds)
-        if found is None:
+        bucket_loss = _measure(loss, bucket, settings.bins, seeds)
+        if bucket_loss is None:
             empty.append(bucket.name)
         else:
-            measured.append(found)
-            logger.info("%s: %d clips, loss %s", found.name, found.clips, found.loss)
+            measured.append(bucket_loss)
+            logger.info("%s: %d clips, loss %s", bucket.name, bucket_loss.clips, bucket_loss.loss)
 
+    # A table of nothing but empty buckets would pass as a result.
     if not measured:
         shapes = [bucket.name for bucket in buckets if bucket.clips]
         raise none_readable("--manifest", dataset, ", ".join(shapes), loss.corrupt.last)
@@ -355,17 +329,18 @@ def _evaluate(
 
 
 def _described(weights: Path, adapters: Sequence[Adapters]) -> str:
-    """What is evaluated: weights, and adapters with their scales."""
-    return " + ".join([str(weights), *(f"{one.path}:{one.scale:g}" for one in adapters)])
+    """The evaluated weights, and adapters with their scales."""
+    scaled = [f"{adapter.path}:{adapter.scale:g}" for adapter in adapters]
+    return " + ".join([str(weights), *scaled])
 
 
 def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> BucketLoss | None:
     """The loss of a bucket, the mean over the clips of all its shapes; None without clips."""
     total, clips = torch.zeros(len(seeds), bins, dtype=torch.float64), 0
     for shape, ids in bucket.clips.items():
-        own = ids[loss.mesh.dp_rank :: loss.mesh.dp_size]
-        found = loss.measure(own, shape, batch_size=bucket.batch_size, bins=bins, seeds=seeds)
-        if found.clips:
-            total += found.losses.double().cpu() * found.clips
-            clips += found.clips
+        ids = ids[loss.mesh.dp_rank :: loss.mesh.dp_size]
+        means = loss.measure(ids, shape, batch_size=bucket.batch_size, bins=bins, seeds=seeds)
+        if means.clips:
+            total += means.losses.double().cpu() * means.clips
+            clips += means.clips
     return BucketLoss.of(bucket.name, clips, total / clips) if clips else None

@@ -28,14 +28,14 @@ def buckets_of(cfg: TrainConfig | InferenceConfig) -> list[BatchSpec]:
     Raises:
         ValueError: if a batch size is chosen when the run starts.
     """
-    found = batches_by_name(cfg)
-    unknown = [name for name, batch in found.items() if batch.batch_size == CHOSEN_AT_START]
+    batches = batches_by_name(cfg)
+    unknown = [name for name, batch in batches.items() if batch.batch_size == CHOSEN_AT_START]
     if unknown:
         raise ValueError(
             f"got bucket_config with batch sizes that a run chooses at its start ({unknown[0]}); "
             "expected numbers; pass --fit with the memory of a GPU, such as --fit 80GB"
         )
-    return list(found.values())
+    return list(batches.values())
 
 
 def batches_by_name(cfg: TrainConfig | InferenceConfig) -> dict[str, BatchSpec]:
@@ -44,12 +44,12 @@ def batches_by_name(cfg: TrainConfig | InferenceConfig) -> dict[str, BatchSpec]:
         name = f"{cfg.size[0]}x{cfg.size[1]} x {cfg.num_frames}"
         return {name: BatchSpec(cfg.batch_size, cfg.num_frames, cfg.size)}
 
-    found = {}
+    batches = {}
     for entry in Buckets.of(cfg.bucket_config).kept:
         shape = entry.shape_at(9 / 16)
         size = entry.batch_size or CHOSEN_AT_START
-        found[entry.name] = BatchSpec(size, shape.num_frames, (shape.height, shape.width))
-    return found
+        batches[entry.name] = BatchSpec(size, shape.num_frames, (shape.height, shape.width))
+    return batches
 
 
 def with_batch_sizes_in(cfg: TrainConfig, sizes: Mapping[str, int]) -> TrainConfig:

@@ -23,7 +23,7 @@ from .run_estimator import RunEstimator
 
 @dataclass(frozen=True)
 class BucketLevels:
-    """What blocks keep in the batches of a bucket on ``ranks`` that share them.
+    """Levels of blocks in the batches of a bucket on ``ranks`` that share them.
 
     Attributes:
         name: of the bucket.
@@ -41,7 +41,7 @@ class BucketLevels:
     text: str
 
     def contains(self, shape: BatchShape, ranks: int) -> bool:
-        """Whether a batch on so many ranks has no more samples, frames and patches of a frame."""
+        """True if a batch on so many ranks has no more samples, frames and patches of a frame."""
         return (
             ranks == self.ranks
             and shape.num_samples <= self.shape.num_samples
@@ -54,20 +54,22 @@ def levels_for(planned: Iterable[BucketLevels], shape: BatchShape, ranks: int) -
     """As ``set_grad_checkpoint`` takes it: the levels of the smallest planned batch that contains
     this one; True, which recomputes all, if none does.
     """
-    containing = [one for one in planned if one.contains(shape, ranks)]
-    return min(containing, key=lambda one: one.shape.tokens).levels if containing else True
+    containing = [bucket for bucket in planned if bucket.contains(shape, ranks)]
+    if not containing:
+        return True
+    return min(containing, key=lambda bucket: bucket.shape.tokens).levels
 
 
 def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[BucketLevels]:
     """The levels of a bucket's batches in groups of each size on which they fit.
 
     Args:
-        name: of the bucket; of a config without buckets that of ``batches_by_name``.
+        name: of the bucket; of a config without buckets as in ``batches_by_name``.
         sizes: of the groups that may compute them, of which those with less memory than the whole
             batch takes are left out where there are several.
     """
     batch = batches_by_name(run.cfg)[name]
-    latents = max(_latents(run, name, batch), key=lambda one: run.shape_of(one).tokens)
+    latents = max(_latents(run, name, batch), key=lambda latents: run.shape_of(latents).tokens)
     # As a run excludes groups from its schedule.
     least = (least_ranks(run, batch, sizes) or max(sizes)) if len(sizes) > 1 else min(sizes)
     for ranks in sorted(sizes):
@@ -75,7 +77,7 @@ def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[
             memories = [run.memory_of(latents, ranks)]
             if ranks > 1 and latents[0] % ranks == 0:
                 memories.append(run.memory_of((latents[0] - 1, *latents[1:]), ranks))
-            memory = min(memories, key=lambda one: sum(one.levels))
+            memory = min(memories, key=lambda memory: sum(memory.levels))
             shape = run.shape_of(latents)
             yield BucketLevels(name, ranks, shape, memory.levels, memory.pinned, memory.describe())
 

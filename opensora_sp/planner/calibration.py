@@ -1,8 +1,8 @@
 """Measure the rates of a cost model on the machine at hand: ``opensora-sp plan --calibrate``.
 
 Products and attention are measured by themselves, launches by a model that computes next to
-nothing, and elementwise kernels by what a pair of blocks takes beside all of these. An all-to-all
-between the ranks of a node, and between nodes, takes a latency and the time of its bytes: a line
+nothing, and elementwise kernels by the rest of the time of a pair of blocks. An all-to-all between
+the ranks of a node, and between nodes, takes a latency and the time of its bytes: a line
 through several sizes. Every number is the least of its repeats, as other processes only add time.
 On a CPU with one thread, its own CPU time counts.
 """
@@ -29,7 +29,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel, Link, preset_of
 from opensora_sp.runtime.cost_model_file import device_name
 
-from .micro_batch_time import ModelCosts, seconds_of
+from .seconds import ModelCosts, seconds_of
 from .trace import step_inputs
 
 REPEATS, EXCHANGES_REPEATED = 5, 10
@@ -47,7 +47,7 @@ class Calibration:
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def facts(self, versions: dict[str, str]) -> dict[str, Any]:
-        """What the file says beside the rates."""
+        """Keys of the file in addition to the rates."""
         return {
             "device": self.model.name,
             "versions": versions,
@@ -61,18 +61,20 @@ def calibrate(device: torch.device, config: Any = None) -> Calibration:
 
     Args:
         device: of this rank.
-        config: of a model, whose width and heads are taken; None takes those of ``CPU_WIDTH`` on a
-            CPU, of STDiT3-XL/2 on a GPU.
+        config: of a model, whose width and heads are taken; None takes ``CPU_WIDTH`` on a CPU, and
+            the sizes of STDiT3-XL/2 on a GPU.
 
     Returns:
         Equal on all ranks: the rates of rank 0. A link that there is not has its preset's rates.
     """
-    found = _Measurement(device, config)
-    for measure in (found.products, found.attention, found.launches, found.elementwise):
-        measure()
-    found.links()
+    measurement = _Measurement(device, config)
+    measurement.products()
+    measurement.attention()
+    measurement.launches()
+    measurement.elementwise()
+    measurement.links()
 
-    result = [Calibration(found.rates, found.measured)]
+    result = [Calibration(measurement.rates, measurement.measured)]
     if dist.is_initialized():
         dist.broadcast_object_list(result, src=0)
     return result[0]
@@ -115,8 +117,8 @@ class _Measurement:
         q, k, v = (self._random(rows, self.heads, length, width) for _ in range(3))
         forward = self._seconds(lambda: F.scaled_dot_product_attention(q, k, v))
 
-        for one in (q, k, v):
-            one.requires_grad_()
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
         out = F.scaled_dot_product_attention(q, k, v)
         grad = torch.ones_like(out)
         backward = self._seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, True))
@@ -129,7 +131,7 @@ class _Measurement:
         self.rates = dataclasses.replace(
             self.rates,
             attention_forward=unit.attention(*arguments) / forward,
-            # The rate of the tiles alone: what is summed in fp32 is small beside these.
+            # The rate of the tiles alone: the sums in fp32 are small.
             attention_backward=unit.attention(*arguments, backward=True) / backward,
         )
 
@@ -142,7 +144,7 @@ class _Measurement:
         self.rates = dataclasses.replace(self.rates, launch=seconds / operators)
 
     def elementwise(self) -> None:
-        """What a step takes beside products, attention and launches."""
+        """The rest of a step, without products, attention and launches."""
         size = (1, 16, 64, 64) if self.on_gpu else (1, 4, 32, 32)
         seconds, model = self._step(self.width, self.heads, size, depth=2)
         self._found("step", seconds, latents=list(size), width=self.width, pairs=2)
@@ -154,8 +156,8 @@ class _Measurement:
             return seconds_of(shape, options, 1, model=model, element_size=self.dtype.itemsize)
 
         without, at_one = predicted(UNLIMITED), predicted(1.0)
-        beside = max(seconds - without, 0.05 * seconds)
-        bandwidth = (at_one - without) / beside
+        rest = max(seconds - without, 0.05 * seconds)
+        bandwidth = (at_one - without) / rest
         self.rates = dataclasses.replace(self.rates, memory_bandwidth=bandwidth)
 
     def links(self) -> None:
@@ -182,10 +184,12 @@ class _Measurement:
         sent, seconds = [], []
         for nbytes in SENT_BYTES:
             elements = max(1, nbytes // (4 * ranks)) * ranks
-            data = torch.zeros(elements, device=self.device)
-            exchange = partial(dist.all_to_all_single, torch.empty_like(data), data, group=group)
+            numbers = torch.zeros(elements, device=self.device)
+            exchange = partial(
+                dist.all_to_all_single, torch.empty_like(numbers), numbers, group=group
+            )
 
-            slowest = torch.tensor(self._wall(exchange), device=self.device)
+            slowest = torch.tensor(self._seconds(exchange, exchanges=True), device=self.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
             sent.append(4.0 * elements * (ranks - 1) / ranks)
             seconds.append(float(slowest))
@@ -221,17 +225,11 @@ class _Measurement:
 
         return self._seconds(step), ModelCosts.of("STDiT3", config)
 
-    def _seconds(self, function: Callable[[], Any]) -> float:
-        """Seconds of this process's work: the least of ``REPEATS`` calls after one more."""
-        own_time = not self.on_gpu and torch.get_num_threads() == 1
-        return self._least(function, time.thread_time if own_time else time.perf_counter, REPEATS)
-
-    def _wall(self, function: Callable[[], Any]) -> float:
-        return self._least(function, time.perf_counter, EXCHANGES_REPEATED)
-
-    def _least(
-        self, function: Callable[[], Any], clock: Callable[[], float], repeats: int
-    ) -> float:
+    def _seconds(self, function: Callable[[], Any], *, exchanges: bool = False) -> float:
+        """The least of several calls after one more: of this process's work, or of an exchange."""
+        has_cpu_time = not (exchanges or self.on_gpu) and torch.get_num_threads() == 1
+        clock = time.thread_time if has_cpu_time else time.perf_counter
+        repeats = EXCHANGES_REPEATED if exchanges else REPEATS
         function()
         taken = []
         for _ in range(repeats):
@@ -257,7 +255,7 @@ def fitted_link(name: str, sent: Sequence[float], seconds: Sequence[float]) -> L
     """The link whose line through ``seconds`` over bytes has the least relative errors."""
     weights = 1 / np.asarray(seconds)
     per_byte, latency = np.polyfit(sent, seconds, 1, w=weights)
-    fastest = max(one / taken for one, taken in zip(sent, seconds, strict=True))
+    fastest = max(num_bytes / taken for num_bytes, taken in zip(sent, seconds, strict=True))
     bandwidth = 1 / per_byte if per_byte > 0 else fastest
     return Link(name, float(bandwidth), max(0.0, float(latency)))
 

@@ -22,7 +22,7 @@ from .trace import Activations
 
 LEVELS = tuple(range(OFFLOADED, EVERYTHING + 1))
 COMPILED_LEVELS = (OFFLOADED, 0, EVERYTHING)
-"""Compiled blocks keep all or nothing: what is in between needs to see each operator."""
+"""Compiled blocks keep all or nothing: levels in between need to see each operator."""
 
 STAGE_PRODUCTS = (8, 0, 0, 6, 6, 8)
 """Matrix products of a block that each of ``STAGES`` computes, in C^2 a token."""
@@ -65,7 +65,7 @@ def choose_levels(
 
 
 def mixed(traced: Callable[[int], Activations], levels: Sequence[int]) -> Activations:
-    """Activations of a model of these blocks, from those of models whose blocks are all alike."""
+    """Activations of a model of these blocks, traced on models whose blocks are all alike."""
     shares = {level: count / len(levels) for level, count in Counter(levels).items()}
     alike = {level: traced(level) for level in shares}
     lowest = alike[min(shares)]  # it recomputes the largest part of a block at once
@@ -73,7 +73,7 @@ def mixed(traced: Callable[[int], Activations], levels: Sequence[int]) -> Activa
         first=lowest.first,
         pair=sum(share * alike[level].pair for level, share in shares.items()),
         inputs=lowest.inputs,
-        largest=max(one.largest for one in alike.values()),
+        largest=max(traced_alike.largest for traced_alike in alike.values()),
     )
 
 
@@ -82,13 +82,13 @@ def pinned_bytes(
 ) -> int:
     """Bytes of whole pages in which the busiest of ``ranks`` keeps inputs of blocks on the host."""
 
-    def of_input(tokens: int) -> int:
+    def input_bytes(tokens: int) -> int:
         return sum(page_sizes(tokens * shape.width * element_size))
 
     layouts = shape.of_blocks(strategy_for(shape, options, ranks).token_layouts(shape))
-    held = zip(*(shape.entries(layout, ranks) for layout in layouts), strict=True)
-    of_pair = max(sum(map(of_input, pair)) for pair in held)
-    return of_pair * shape.depth * levels.count(OFFLOADED) // len(levels)
+    tokens_of_ranks = zip(*(shape.entries(layout, ranks) for layout in layouts), strict=True)
+    pair_bytes = max(sum(map(input_bytes, pair)) for pair in tokens_of_ranks)
+    return pair_bytes * shape.depth * levels.count(OFFLOADED) // len(levels)
 
 
 def recomputed_share(levels: Sequence[int]) -> float:
@@ -98,7 +98,7 @@ def recomputed_share(levels: Sequence[int]) -> float:
 
 
 def describe(levels: Sequence[int]) -> str:
-    """What blocks keep beside their input, for the log and the planner's table."""
+    """The activations that blocks keep, for the log and the planner's table."""
     num_blocks, lowest, highest = len(levels), min(levels), max(levels)
     if lowest == EVERYTHING:
         return "nothing is recomputed"

@@ -41,21 +41,20 @@ class Communicators:
 
 
 def communicators(world_size: int, ranks_per_node: int) -> Communicators:
-    """Those of a nested family on so many ranks."""
+    """The communicators of a nested family on so many ranks."""
     family = nested_groups(world_size, ranks_per_node)
-    found = []
-    for rank in range(world_size):
-        own = groups_with(rank, family)
-        sizes = [group.size for group in own if group.size > 1]
-        memory, beside = (_memory(groups, ranks_per_node) for groups in (own, own[1:]))
-        found.append(Communicators(sizes, memory, beside))
-    return max(found, key=lambda one: one.memory)
+
+    def of_rank(rank: int) -> Communicators:
+        groups = groups_with(rank, family)
+        sizes = [group.size for group in groups if group.size > 1]
+        memory, smaller = (_memory(some, ranks_per_node) for some in (groups, groups[1:]))
+        return Communicators(sizes, memory, smaller)
+
+    return max(map(of_rank, range(world_size)), key=lambda rank: rank.memory)
 
 
 def communicators_of(sp_size: object, world_size: int, ranks_per_node: int) -> Communicators | None:
-    """Those of a training with this ``sp_size``; None with one degree, whose only group is the
-    largest one.
-    """
+    """The communicators of a training; None with one degree, whose only group is the largest."""
     if sp_size is None or isinstance(sp_size, int):
         return None
     return communicators(world_size, ranks_per_node)

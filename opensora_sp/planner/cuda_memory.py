@@ -10,7 +10,7 @@ This is the one place that knows how CUDA differs from the sum of all tensors:
 * cuBLAS keeps ``CUBLAS_WORKSPACE`` bytes for each thread that multiplies: one runs forward,
   another backward.
 
-The rules are those of torch 2.14 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
+The rules hold for torch 2.14 (FlashAttention-2: ``mha_fwd`` and ``mha_bwd`` in
 ``flash_api.cpp``; memory-efficient attention: ``kernel_backward.h``).
 ``tests/cuda/test_planner_cuda.py`` compares them with torch's allocator.
 
@@ -112,7 +112,7 @@ def _efficient(rows: int, heads: int, length: int, width: int) -> int:
 
 
 def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
-    """Sums over tokens, as those of a bias's gradient.
+    """Sums over tokens, such as of a bias's gradient.
 
     Where one block of threads would add up too many numbers, several share them, and torch keeps
     room for the partial sums of all their threads (``setReduceConfig`` in ``Reduce.cuh``).
@@ -128,13 +128,13 @@ def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     width = min(_power_of_2(outputs // vector), threads // height)
 
     shares_inputs = inputs >= min(16 * height, 256)
-    of_thread = -(-inputs // height) if shares_inputs else inputs
+    per_thread = -(-inputs // height) if shares_inputs else inputs
     columns = width if shares_inputs else width * height
     grid = -(-(outputs // vector) // columns)
     wanted = PROCESSORS * (THREADS_OF_SM // (width * height))
-    if not shares_inputs or of_thread < 256 or grid > wanted:
+    if not shares_inputs or per_thread < 256 or grid > wanted:
         return 0
-    blocks = max(min(-(-wanted // grid), -(-of_thread // 16)), -(-of_thread // 256))
+    blocks = max(min(-(-wanted // grid), -(-per_thread // 16)), -(-per_thread // 256))
     return FP32 * outputs * blocks * width * vector if blocks > 1 else 0
 
 

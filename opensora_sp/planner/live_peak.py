@@ -83,11 +83,12 @@ class LivePeak(TorchDispatchMode):
 
 @cache
 def _allocates(func: Any) -> bool:
-    """Whether an operation may return new memory; most operations return views, which do not."""
+    """True if an operation may return new memory; most operations return views, which do not."""
     if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default):
         return True
     returns = func._schema.returns
-    return not (returns and all(one.alias_info and not one.alias_info.is_write for one in returns))
+    aliases = [returned.alias_info for returned in returns]
+    return not aliases or not all(alias and not alias.is_write for alias in aliases)
 
 
 def _shares(storage: torch.UntypedStorage, inputs: Any) -> bool:

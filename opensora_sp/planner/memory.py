@@ -31,7 +31,7 @@ IN_PIECES = 1.5  # of the largest block; up to 1.2 have been measured (docs/plan
 
 @dataclass(frozen=True)
 class Zero:
-    """How the optimizer is sharded over ``world`` ranks.
+    """The sharding of the optimizer over ``world`` ranks.
 
     Weights and gradients have ``element_size`` bytes a number. ``accumulates``: several
     micro-batches per rank and step. ``accumulates_locally``: with ``AccumulatingZeroOptimizer``.
@@ -133,9 +133,9 @@ class MemoryPeak:
     """Bytes at the peak, and its moment ("forward", "backward", "optimizer step").
 
     ``gradients`` (with the buffers of their reduction, or of the step) and ``activations`` (with
-    the batch) are live then beside the persistent state. ``largest`` is the largest block of CUDA's
-    caching allocator. It has to lie in one piece, and about as much may be free in smaller ones: a
-    GPU of ``needed`` bytes holds it all.
+    the batch) are live then as well as the persistent state. ``largest`` is the largest block of
+    CUDA's caching allocator. It has to lie in one piece, and about as much may be free in smaller
+    ones: a GPU of ``needed`` bytes holds it all.
     """
 
     total: int
@@ -236,7 +236,7 @@ class GradientBucket:
 
 
 class LocalGradients:
-    """Gradients that a rank sums up in fp32: they are all there, beside the one that arrives."""
+    """Gradients that a rank sums up in fp32: they are all there, and the one that arrives."""
 
     def __init__(self, zero: Zero, sizes: ModelSizes) -> None:
         self.zero, self.sizes, self.arriving = zero, sizes, 0
@@ -275,5 +275,5 @@ def _gathered(sizes: ModelSizes, zero: Zero) -> int:
     gathered = max(min(gathered, zero.world * parts), max(sizes.trainable))
     # The weights of all ranks, and this rank's in their precision.
     received = gathered if zero.world > 1 else 0
-    own = gathered // zero.world if casts else 0
-    return zero.element_size * (received + own)
+    local = gathered // zero.world if casts else 0
+    return zero.element_size * (received + local)

@@ -36,8 +36,8 @@ from .checkpointing import (
 )
 from .communicators import communicators_of, gpus_of_node
 from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
-from .micro_batch_time import ModelCosts, seconds_of
 from .sampling_memory import FREE_SHARE, SamplingMemory, placed
+from .seconds import ModelCosts, seconds_of
 from .trace import Activations, trace_activations
 from .traffic import Traffic, output_gather, traffic
 
@@ -58,7 +58,7 @@ class Memory:
     pinned: int = 0
 
     def describe(self) -> str:
-        """What blocks keep, for the log and the planner's table."""
+        """Activations that blocks keep, for the log and the planner's table."""
         size = f": {self.pinned / 1e9:.3f} GB of a rank" if self.pinned else ""
         return describe(self.levels) + size
 
@@ -80,7 +80,7 @@ class RunEstimator:
 
     Attributes:
         ranks: that share a batch with one degree; all, where each batch may have its own.
-        memory: bytes of a device beside all communicators but the largest.
+        memory: bytes of a device, less all communicators but the largest.
         kernels: that the traced models run, as ``set_kernels``. By default plain torch, with which
             a step takes as much memory as with any kernels.
         traced: activations by latents, ranks and level.
@@ -99,7 +99,7 @@ class RunEstimator:
     ) -> None:
         """
         Args:
-            memory: bytes of a device, beside encoders; None is ``DEFAULT_MEMORY`` in
+            memory: bytes of a device, less the encoders; None is ``DEFAULT_MEMORY`` in
                 training, and no limit in sampling.
             device: "cuda" or "cpu".
             rates: by which seconds are predicted; None is the config's, or an H100's.
@@ -110,9 +110,11 @@ class RunEstimator:
         """
         self.cfg, self.num_gpus, self.device = cfg, num_gpus, device
         self.kernels: KernelSetting = "torch"
+        self.kernels_in_words = "in plain torch"
+        self.device_memory, self.knows_nodes = memory, gpus_per_node is not None
         self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
         self.video_frames: dict[tuple[int, ...], int] = {}
-        # Sampling without sp_size takes all ranks. So may any micro-batch with a degree of its own.
+        # Sampling without sp_size takes all ranks. So may any micro-batch with a degree.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
         self.gpus_per_node = gpus_of_node(num_gpus, gpus_per_node)
@@ -144,17 +146,22 @@ class RunEstimator:
         if self.communicators is not None and device == "cuda":
             self.memory -= self.communicators.beside_largest
 
-    def plan_kernels(self) -> str:
-        """Trace the kernels of a run on a GPU that has verified them all; states which in words.
+    def plan_kernels(self) -> None:
+        """Trace the kernels of a run on a GPU that has verified them all.
 
-        Where Triton is not installed, as beside torch for CPUs, its kernels cannot be traced.
+        Where Triton is not installed, as with torch for CPUs, its kernels cannot be traced.
         """
         if self.cfg.kernels == "torch" or self.device == "cpu":
-            return "in plain torch"
+            return
         if importlib.util.find_spec("triton") is None:
-            return "in plain torch, since Triton is not installed here"
-        self.kernels = "triton"
-        return "with Triton kernels"
+            self.kernels_in_words += ", since Triton is not installed here"
+        else:
+            self.kernels, self.kernels_in_words = "triton", "with Triton kernels"
+
+    @property
+    def adapters(self) -> int | None:
+        """Parameters of the adapters that are trained alone; None without LoRA."""
+        return None if self.lora is None else sum(self.sizes.trainable)
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -183,7 +190,7 @@ class RunEstimator:
         return -(-micro_batches * ranks // self.num_gpus)
 
     def spans_nodes(self, ranks: int) -> bool:
-        """Whether any group of so many ranks lies on several nodes."""
+        """True if any group of so many ranks lies on several nodes."""
         if isinstance(self.cfg.sp_size, (str, dict)):
             groups = nested_groups(self.num_gpus, self.gpus_per_node)
         else:
@@ -294,7 +301,7 @@ class RunEstimator:
         )
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
-        """What each block keeps; ``needed`` are the bytes that a step takes with such levels."""
+        """The level of each block; ``needed`` are the bytes that a step takes with such levels."""
         if self.checkpointing != "auto":
             return levels_of(self.checkpointing, self.config.num_blocks)
         return choose_levels(needed, self.budget, self.config.num_blocks, self.known_levels)
@@ -326,7 +333,7 @@ class RunEstimator:
 
     def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
         """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic; in
-        sampling those of one step.
+        sampling of one step.
         """
         return seconds_of(
             self.shape_of(latents),
@@ -346,21 +353,18 @@ class RunEstimator:
         """Traced with all blocks at one level of gradient checkpointing, once."""
         key = (latents, ranks, level)
         if key not in self.traced:
-            self.traced[key] = self._trace(*key)
+            self.traced[key] = trace_activations(
+                self.name,
+                self.config,
+                latents,
+                options=self.options_on(ranks, latents),
+                ranks=ranks,
+                dtype=self.dtype,
+                level=level,
+                training=self.training,
+                device=self.device,
+                kernels=self.kernels,
+                lora=self.lora,
+                num_frames=self.video_frames.get(latents[2:]),
+            )
         return self.traced[key]
-
-    def _trace(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
-        return trace_activations(
-            self.name,
-            self.config,
-            latents,
-            options=self.options_on(ranks, latents),
-            ranks=ranks,
-            dtype=self.dtype,
-            level=level,
-            training=self.training,
-            device=self.device,
-            kernels=self.kernels,
-            lora=self.lora,
-            num_frames=self.video_frames.get(latents[2:]),
-        )

@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.parallel.cost_model import GPUS, CostModel
 from opensora_sp.parallel.strategies import strategy_for
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .batches import BatchSpec, batches_by_name, buckets_of
 from .bucket_levels import ranks_of_bucket
-from .communicators import Communicators
 from .run_estimator import Estimate, RunEstimator
 from .sampling_memory import SamplingMemory
 
@@ -42,44 +40,40 @@ class BatchEstimate(Estimate):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run.
+    """The estimates of all buckets, and the estimator of the run."""
 
-    ``adapters`` are the parameters of LoRA adapters, which are then trained alone.
-    ``spans_nodes`` is None for unknown nodes; ``kernels`` describes those of all estimates, and
-    ``rates`` names the cost model of their seconds. ``schedule`` describes optimizer, learning rate
-    and EMA weights; empty for sampling.
-    """
-
-    purpose: str
-    model: str
-    parameters: int
-    adapters: int | None
-    num_gpus: int
-    sp_size: int
-    dp_size: int
-    communicators: Communicators | None  # of groups of several sizes
-    precision: str
-    grad_checkpoint: bool | int | str
-    kernels: str
-    rates: str
-    spans_nodes: bool | None
-    memory_gb: float | None
-    schedule: list[str]
+    run: RunEstimator
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values, with the means and sums that the table shows."""
-        values = asdict(self)
-        for bucket, shown in zip(self.buckets, values["buckets"], strict=True):
+        run, buckets = self.run, [asdict(bucket) for bucket in self.buckets]
+        for bucket, shown in zip(self.buckets, buckets, strict=True):
             shown["memory"]["kept"]["total"] = bucket.memory.kept.total
             shown["memory"]["peak"]["needed"] = bucket.memory.peak.needed
             shown["traffic"].update(mean=bucket.traffic.mean, busiest=bucket.traffic.busiest)
             if bucket.sampling is not None:
                 shown["sampling"]["peak"] = bucket.sampling.peak
-        return values
+        return dict(
+            purpose="training" if run.training else "sampling",
+            model=run.name,
+            parameters=run.sizes.total,
+            adapters=run.adapters,
+            num_gpus=run.num_gpus,
+            sp_size=run.ranks,
+            dp_size=run.num_gpus // run.ranks,
+            communicators=run.communicators and asdict(run.communicators),
+            precision=run.cfg.precision,
+            grad_checkpoint=run.checkpointing,
+            kernels=run.kernels_in_words,
+            rates=run.options.cost_model.name,
+            spans_nodes=run.spans_nodes(run.ranks) if run.knows_nodes else None,
+            memory_gb=run.device_memory and run.device_memory / 1e9,
+            buckets=buckets,
+        )
 
 
-def plan(
+def estimator_of(
     cfg: TrainConfig | InferenceConfig,
     num_gpus: int,
     *,
@@ -87,10 +81,8 @@ def plan(
     memory_gb: float | None = None,
     gpu: str | None = None,
     device: str = "cuda",
-    degrees: Mapping[str, Sequence[int]] | None = None,
-    progress: Callable[[list[BatchOnRanks]], Iterable[BatchOnRanks]] = iter,
-) -> Plan:
-    """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
+) -> RunEstimator:
+    """The estimator of a config's run on ``num_gpus`` processes.
 
     Args:
         gpus_per_node: to determine whether a sequence-parallel group spans nodes.
@@ -98,38 +90,54 @@ def plan(
         gpu: a name in ``GPUS``, for its memory unless ``memory_gb`` is passed, and for its rates
             unless the config has a cost model.
         device: "cuda" or "cpu", on which torch's AdamW and its allocator work differently.
-        degrees: by bucket, the numbers of ranks that share its batches, each of which is estimated.
-            A bucket that is not in has the config's, or with ``sp_size="auto"`` the fewest that its
-            batches fit on.
-        progress: iterates over the buckets and may show how far it is.
 
     Raises:
         ValueError: if the numbers do not fit each other or the config.
     """
     check_numbers(num_gpus, gpus_per_node, memory_gb)
-    rates, memory = rates_of(cfg, gpu), memory_of_gpu(gpu, memory_gb)
+    rates = rates_of(cfg, gpu)
+    memory = None if memory_gb is None else memory_gb * 1e9
+    if memory is None and gpu is not None:
+        memory = GPUS[gpu].memory
+
     run = RunEstimator(
         cfg, num_gpus, memory, device=device, rates=rates, gpus_per_node=gpus_per_node
     )
-    kernels = run.plan_kernels()
-    return Plan(
-        purpose="training" if run.training else "sampling",
-        model=run.name,
-        parameters=run.sizes.total,
-        adapters=None if run.lora is None else sum(run.sizes.trainable),
-        num_gpus=num_gpus,
-        sp_size=run.ranks,
-        dp_size=num_gpus // run.ranks,
-        communicators=run.communicators,
-        precision=cfg.precision,
-        grad_checkpoint=run.checkpointing,
-        kernels=kernels,
-        rates=rates.name,
-        spans_nodes=None if gpus_per_node is None else run.spans_nodes(run.ranks),
-        memory_gb=None if memory is None else memory / 1e9,
-        schedule=describe_schedule(cfg) if isinstance(cfg, TrainConfig) else [],
-        buckets=[_estimate(run, *one) for one in progress(_buckets_on_ranks(run, degrees or {}))],
-    )
+    run.plan_kernels()
+    return run
+
+
+def plan(
+    cfg: TrainConfig | InferenceConfig,
+    num_gpus: int,
+    *,
+    degrees: Mapping[str, Sequence[int]] | None = None,
+    **numbers: Any,
+) -> Plan:
+    """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
+
+    Args:
+        degrees: see ``plan_of``.
+        numbers: see ``estimator_of``.
+    """
+    return plan_of(estimator_of(cfg, num_gpus, **numbers), degrees)
+
+
+def plan_of(
+    run: RunEstimator,
+    degrees: Mapping[str, Sequence[int]] | None = None,
+    progress: Callable[[list[BatchOnRanks]], Iterable[BatchOnRanks]] = iter,
+) -> Plan:
+    """The plan of an estimator's run.
+
+    Args:
+        degrees: by bucket, the numbers of ranks that share its batches, each of which is estimated.
+            A bucket that is not in has the config's, or with ``sp_size="auto"`` the fewest that its
+            batches fit on.
+        progress: iterates over the buckets and may show how far it is.
+    """
+    batches = progress(_buckets_on_ranks(run, degrees or {}))
+    return Plan(run, [_estimate(run, batch, ranks) for batch, ranks in batches])
 
 
 def _buckets_on_ranks(
@@ -174,13 +182,6 @@ def rates_of(cfg: TrainConfig | InferenceConfig, gpu: str | None) -> CostModel:
     if gpu is not None and gpu not in GPUS:
         raise ValueError(f"got --gpu {gpu!r}; expected one of {list(GPUS)}; correct the name")
     return cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
-
-
-def memory_of_gpu(gpu: str | None, memory_gb: float | None) -> float | None:
-    """Bytes of a GPU: those given in GB, or of a GPU that was named; None if neither is there."""
-    if memory_gb is not None:
-        return memory_gb * 1e9
-    return None if gpu is None else GPUS[gpu].memory
 
 
 def check_numbers(num_gpus: int, gpus_per_node: int | None, memory_gb: float | None) -> None:

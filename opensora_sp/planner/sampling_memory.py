@@ -4,7 +4,7 @@ Sampling has three phases, one after the other: text features, steps of the mode
 stay on the device between calls where memory suffices. Otherwise, in this order: the text encoder
 is copied layer by layer, the autoencoder for its calls alone, and it decodes a frame at a time.
 
-Networks are traced on meta tensors, as those of training are (``trace.py``). Not counted: what
+Networks are traced on meta tensors, as in training (``trace.py``). Not counted: what
 cuDNN takes as workspace, and the encoding of references, which takes less than decoding.
 """
 
@@ -126,8 +126,8 @@ def placed(
     """
     tracer = EncoderTracer(spec, device)
     chosen, estimate = cfg, None
-    for one in placements(cfg):
-        chosen, estimate = one, sampling_memory(one, tracer, steps, weights)
+    for placement in placements(cfg):
+        chosen, estimate = placement, sampling_memory(placement, tracer, steps, weights)
         if estimate.peak <= memory:
             break
     assert estimate is not None
@@ -152,7 +152,7 @@ def sampling_memory(
 
 
 def describe_placement(cfg: InferenceConfig) -> str:
-    """Which weights of encoders wait on the host, in words."""
+    """Placement of the encoders' weights, in words."""
     parts = []
     for key, offload in (
         ("text encoder", cfg.text_encoder.get("offload")),
@@ -171,10 +171,13 @@ def _can_offload(key: str, config: dict[str, Any], known: dict[str, Any]) -> boo
 
 
 def _decodes_by_frame(vae: dict[str, Any], name: str) -> bool:
-    """Whether an option bounds the frames that are decoded at once, and is not 1 already."""
-    own = {"VideoAutoencoderKL": "micro_batch_size", "OpenSoraVAE_V1_2": "micro_batch_size"}
-    own["OpenSoraVAE_V1_3"] = "micro_batch_size_2d"
-    return own.get(vae["type"]) == name and vae.get(name) != 1
+    """True if an option bounds the frames that are decoded at once, and is not 1 already."""
+    options = {
+        "VideoAutoencoderKL": "micro_batch_size",
+        "OpenSoraVAE_V1_2": "micro_batch_size",
+        "OpenSoraVAE_V1_3": "micro_batch_size_2d",
+    }
+    return options.get(vae["type"]) == name and vae.get(name) != 1
 
 
 def _encoder(key: str, config: dict[str, Any], known: dict[str, Any]) -> Any:
@@ -240,7 +243,7 @@ class EncoderTracer:
         return self._once(cfg.vae, lambda: self._trace_vae(cfg.vae, cfg.loop))
 
     def _once(self, config: dict[str, Any], trace: Callable[[], Traced]) -> Traced:
-        key = repr(sorted((name, one) for name, one in config.items() if name != "offload"))
+        key = repr(sorted((name, option) for name, option in config.items() if name != "offload"))
         if key not in self._traced:
             self._traced[key] = trace()
         return self._traced[key]
@@ -282,12 +285,12 @@ def _decode(vae: Any, latents: Tensor, frames: slice, size: tuple[int, int]) -> 
 
 
 def _keys_and_values(cfg: InferenceConfig, spec: BatchSpec) -> int:
-    """Bytes of what sampling keeps of the text for all steps: tokens, keys and values of each
+    """Bytes that sampling keeps of the text for all steps: tokens, keys and values of each
     block, for prompts of the greatest length and their guidance.
     """
     process = build_component(cfg.scheduler, SCHEDULERS)
     copies = predictions_per_step(process, by_frames=cfg.cond_type is not None)
     model = cfg.model_spec.config
     tokens = copies * spec.batch_size * model.model_max_length
-    of_token = model.hidden_size * (1 + 2 * model.num_blocks)
-    return int(tokens * of_token * DTYPES[cfg.precision].itemsize)
+    numbers_of_token = model.hidden_size * (1 + 2 * model.num_blocks)
+    return int(tokens * numbers_of_token * DTYPES[cfg.precision].itemsize)

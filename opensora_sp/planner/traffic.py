@@ -43,7 +43,7 @@ def traffic(
     checkpointing: bool,
     training: bool,
 ) -> Traffic:
-    """What is sent for one micro-batch; for sampling forward alone, without the gathered output."""
+    """Bytes sent for one micro-batch; for sampling forward alone, without the gathered output."""
     strategy = strategy_for(shape, options, ranks)
     nothing = [0] * ranks
     forward, backward = nothing, nothing
@@ -62,5 +62,5 @@ def output_gather(
     shape: BatchShape, strategy: type[Strategy], ranks: int, token_bytes: int
 ) -> list[int]:
     """Bytes each rank sends to give all others the output of its tokens, as sampling does."""
-    held = shape.entries(shape.of_blocks(strategy.token_layouts(shape))[-1], ranks)
-    return [tokens * (ranks - 1) * token_bytes for tokens in held]
+    tokens_of_ranks = shape.entries(shape.of_blocks(strategy.token_layouts(shape))[-1], ranks)
+    return [tokens * (ranks - 1) * token_bytes for tokens in tokens_of_ranks]

@@ -2,7 +2,7 @@
 
 ColossalAI 0.5.0 warns at import about extras that are absent (apex, tensornvme) and so do packages
 it imports; none of these are needed here. Any other warning passes. Everything of ColossalAI that
-the plugin relies on is imported here, and tests/unit/test_colossalai.py knows what is used of it,
+the plugin relies on is imported here, and tests/unit/test_colossalai.py lists what it uses,
 so that a move upstream shows up in one place.
 """
 

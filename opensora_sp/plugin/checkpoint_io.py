@@ -35,8 +35,7 @@ from opensora_sp.checkpoint import (
     open_weights,
 )
 from opensora_sp.checkpoint.folder import to_json
-from opensora_sp.checkpoint.shard_index import ShardIndex, is_index
-from opensora_sp.checkpoint.tensor_file import is_safetensors
+from opensora_sp.checkpoint.tensor_file import ShardIndex, is_index, is_safetensors
 from opensora_sp.common.files import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
@@ -136,7 +135,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
     ) -> None:
         shards, path = _shards_of(optimizer), _safetensors_path(checkpoint)
         # The header of a safetensors file holds strings only.
-        metadata = {key: json.dumps(value) for key, value in _optimizer_values(optimizer).items()}
+        metadata = {key: json.dumps(entry) for key, entry in _optimizer_values(optimizer).items()}
         target = _Files(path.parent, metadata=metadata)
         self._save(SaveJob(target, {path.name: shards.state_parts()}), use_async)
 
@@ -191,10 +190,10 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
         state = read_json(checkpoint, object_hook=_from_json_value)
-        for key, value in state.items():
+        for key, entry in state.items():
             # The milestones of MultiStepLR.
             if isinstance(vars(lr_scheduler).get(key), Counter):
-                state[key] = Counter(value)
+                state[key] = Counter(entry)
         lr_scheduler.load_state_dict(state)
 
     def save_lora_as_pretrained(
@@ -333,14 +332,14 @@ def _open(source: Path, *, allow_pickle: bool = False) -> Weights:
 
 
 def _optimizer_values(optimizer: SequenceZeroOptimizer) -> dict[str, Any]:
-    """What is saved of an optimizer beside its tensors, as JSON values."""
+    """The saved state of an optimizer without its tensors, as JSON values."""
     return {GROUPS: optimizer.shards.groups(), LOSS_SCALE: optimizer.loss_scale_state()}
 
 
 def _metadata(state: Weights, key: str) -> Any:
     """A value of ``_optimizer_values``. The header of a file holds them as strings of JSON."""
-    value = state.metadata.get(key)
-    return parse_json(value, f"{key} of {state.path}") if isinstance(value, str) else value
+    entry = state.metadata.get(key)
+    return parse_json(entry, f"{key} of {state.path}") if isinstance(entry, str) else entry
 
 
 def _warn_of_format(use_safetensors: bool) -> None:
@@ -359,14 +358,14 @@ def _safetensors_path(checkpoint: str) -> Path:
     return path
 
 
-def _to_json_value(value: Any) -> Any:
+def _to_json_value(state: Any) -> Any:
     """JSON has texts as keys only: other dicts become lists of pairs."""
-    if not isinstance(value, dict):
-        return value
-    if all(isinstance(key, str) for key in value):
-        return {key: _to_json_value(item) for key, item in value.items()}
-    return {"__pairs__": [[key, _to_json_value(item)] for key, item in value.items()]}
+    if not isinstance(state, dict):
+        return state
+    if all(isinstance(key, str) for key in state):
+        return {key: _to_json_value(entry) for key, entry in state.items()}
+    return {"__pairs__": [[key, _to_json_value(entry)] for key, entry in state.items()]}
 
 
-def _from_json_value(value: dict[str, Any]) -> dict[Any, Any]:
-    return dict(value["__pairs__"]) if set(value) == {"__pairs__"} else value
+def _from_json_value(state: dict[str, Any]) -> dict[Any, Any]:
+    return dict(state["__pairs__"]) if set(state) == {"__pairs__"} else state

@@ -1,37 +1,36 @@
-"""Join the processes that ``torchrun`` or ``colossalai run`` started."""
+"""Join the processes that ``torchrun`` or ``colossalai run`` started, on CUDA or on CPU."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from opensora_sp.runtime.process_group import start_process_group
-from opensora_sp.runtime.rendezvous import join_rendezvous
+from opensora_sp.runtime.rendezvous import join_rendezvous, start_process_group
+from opensora_sp.runtime.run_store import RunStore
+from opensora_sp.runtime.watchdog import Watchdog
 
-from ._colossalai import get_accelerator, get_dist_logger, set_seed
-from .accelerator import use_cpu_if_nothing_else
+from ._colossalai import CpuAccelerator, get_accelerator, get_dist_logger, set_accelerator, set_seed
 
 
-def launch(
-    seed: int, settings: Mapping[str, Any] | None = None, *, timeout: timedelta | None = None
-) -> None:
+def launch(seed: int, store: RunStore | None = None, *, timeout: timedelta | None = None) -> None:
     """Initialise the process group from the launcher's environment, quietly.
 
     The backend is NCCL on CUDA, gloo on CPU.
 
     Args:
         seed: of all generators in this process.
-        settings: what must be equal on all ranks, as names and JSON values.
+        store: of ranks that have joined a rendezvous, around which a ``Watchdog`` runs; by default
+            they join one here.
         timeout: of collectives, for any backend; None takes torch's, which differ by backend.
 
     Raises:
-        ValueError: on every rank, if ranks are missing or differ in versions, devices or
-            ``settings``; see ``opensora_sp.runtime.join_rendezvous``.
+        ValueError: on every rank, if ranks are missing or differ in versions or devices; see
+            ``join_rendezvous``.
     """
     use_cpu_if_nothing_else()
     # ColossalAI logs to stdout.
@@ -39,15 +38,22 @@ def launch(
     if dist.is_initialized():
         return
 
-    # Stores must live until the process group holds them. The first: started by plain python.
-    own = None if "WORLD_SIZE" in os.environ else _become_a_world_of_one()
-    store = join_rendezvous(settings)
+    # Started by plain python; the store must live until the process group holds it.
+    local_store = None if "WORLD_SIZE" in os.environ else _become_a_world_of_one()
     accelerator = get_accelerator()
     if accelerator.support_set_device:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    start_process_group(store, accelerator.communication_backend, current_device(), timeout)
+
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        dist.init_process_group(accelerator.communication_backend, timeout=timeout)
+    elif store is not None:
+        start_process_group(store, timeout=timeout)
+    else:
+        joined = join_rendezvous()
+        with Watchdog(joined, grace_time=0):
+            start_process_group(joined, timeout=timeout)
     set_seed(seed)
-    del own, store
+    del local_store
 
 
 def _become_a_world_of_one() -> dist.Store:
@@ -71,3 +77,33 @@ def current_device() -> torch.device:
     """The torch device that ColossalAI computes on in this process."""
     device: torch.device = get_accelerator().get_current_device()
     return device
+
+
+class GlooCpuAccelerator(CpuAccelerator):
+    """A CPU accelerator whose stream calls do nothing; ColossalAI's raises, and ZeRO makes them."""
+
+    def _no_stream(self, *args: Any, **kwargs: Any) -> None:
+        """A CPU has one stream, which is always current and never ahead of the host."""
+
+    Stream = current_stream = default_stream = set_stream = _no_stream
+    synchronize = empty_cache = _no_stream
+
+    def stream(self, stream_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+
+def use_cpu_if_nothing_else() -> None:
+    """Install the CPU accelerator if ColossalAI found no device and none was chosen."""
+    if type(get_accelerator()) is CpuAccelerator:
+        set_accelerator(GlooCpuAccelerator())

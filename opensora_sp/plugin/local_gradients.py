@@ -63,13 +63,13 @@ class LocalGradients:
             other rows keep what was sent.
         """
         world = len(self.sums)
-        own = self.sums[dist.get_rank()]
+        local_sums = self.sums[dist.get_rank()]
         if world > 1:
             width = max(1, max_elements // world)
-            pieces = zip(self.sums.split(width, dim=1), own.split(width), strict=True)
+            pieces = zip(self.sums.split(width, dim=1), local_sums.split(width), strict=True)
             for columns, mean in pieces:
                 self._reduce_piece(columns, mean)
-        return list(own.split(self._sizes))
+        return list(local_sums.split(self._sizes))
 
     def _reduce_piece(self, columns: Tensor, mean: Tensor) -> None:
         """Set this rank's part ``[n]`` to its mean; the columns ``[world, n]`` are of one piece."""

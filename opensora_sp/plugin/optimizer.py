@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel.debug.comm_timing import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator
-from .adam import can_fuse, fused
-from .flat_weights import Bucket, flattened, in_buckets
+from .fused_step import Bucket, can_fuse, flattened, fused, in_buckets
 from .loss_scale import LossScale
 
 # Weights are gathered in pieces that are as large as so many buckets of gradients.
@@ -53,8 +53,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         self._buckets: list[Bucket] = []
         if isinstance(self.optim, torch.optim.Adagrad):
             # Its state exists from the start, so far of whole weights.
-            of_shards = torch.optim.Adagrad(self.optim.param_groups, **self.optim.defaults)
-            self.optim.state = of_shards.state
+            sharded = torch.optim.Adagrad(self.optim.param_groups, **self.optim.defaults)
+            self.optim.state = sharded.state
 
         self._loss_scale: LossScale | None = None
         if self._dtype is torch.float16:
@@ -107,7 +107,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def _run_reduction(self) -> None:
         self._wait_for_gradients()
         if self._overlap_communication:
-            # On a stream of its own, which _reduce_grad waits for.
+            # On a separate stream, which _reduce_grad waits for.
             super()._run_reduction()
             return
 
@@ -140,8 +140,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     @property
     def is_fused(self) -> bool:
-        """Whether ``step`` uses fused kernels: with torch's Adam or AdamW, unless its options ask
-        for another way, or those of ZeRO do.
+        """True if ``step`` uses fused kernels: with torch's Adam or AdamW, unless its options or
+        ZeRO's ask for another way.
 
         The former are ``foreach``, ``differentiable`` and ``fused=False``; the latter are weights
         on the CPU, gathered asynchronously, in fp8, or without fp32 master weights.
@@ -156,8 +156,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                 self._fused_step(None)
             return
 
-        # The new weights are gathered between the end of the wrapped optimizer's step and that of
-        # this one.
+        # The new weights are gathered when the wrapped optimizer's step has ended, before this one
+        # ends.
         with ExitStack() as gathering:
 
             def gather_next(*_: Any) -> None:
@@ -229,7 +229,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     def _give_gradients_to_master_weights(self) -> list[Tensor]:
         """Set ``grad`` of the master weights to fp32 copies; returns this rank's gradients.
 
-        Parameters without a gradient, such as those of dropped layers, are left out.
+        Parameters without a gradient, as in dropped layers, are left out.
         """
         weights, gradients = [], []
         for group, shards in self._master_param_groups_of_current_rank.items():
@@ -287,8 +287,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         max_elements = GATHERED_BUCKETS * self._reduce_bucket_size
         if self._dtype != torch.float32 or dist.get_world_size() == 1:
             # They fit where fp32 copies of the gradients have been, or are gathered in place.
-            own = sum(shard.numel() for shards in all_shards.values() for shard in shards)
-            max_elements = max(max_elements, own)
+            shards_of_rank = chain.from_iterable(all_shards.values())
+            max_elements = max(max_elements, sum(shard.numel() for shard in shards_of_rank))
 
         buckets: list[Bucket] = []
         for group, shards in all_shards.items():

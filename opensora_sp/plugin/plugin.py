@@ -31,9 +31,8 @@ from ._colossalai import (
     cast_to_distributed,
     get_accelerator,
 )
-from .accelerator import use_cpu_if_nothing_else
 from .checkpoint_io import NamedCheckpointIO
-from .launch import current_device
+from .launch import current_device, use_cpu_if_nothing_else
 from .local_gradients import AccumulatingZeroOptimizer
 from .optimizer import SequenceZeroOptimizer
 
@@ -278,7 +277,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
 
         ``seed`` sets the sampler, the loader's generator and the workers. All three agree between
         the ranks of a replica; replicas and workers differ. With ``num_workers=0`` a data set that
-        draws from global generators uses those of the rank's process, which ``launch`` seeds alike
+        draws from global generators uses generators of the process, which ``launch`` seeds alike
         on all ranks.
 
         Raises:

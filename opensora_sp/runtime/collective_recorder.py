@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,20 +55,6 @@ COLLECTIVES = (
 HISTORY = 2048  # newest collectives kept per group; a host runs ahead of its device by fewer
 
 
-class TensorArgument(NamedTuple):
-    """A tensor, or a list of ``num_tensors`` of one shape, that a collective was called with."""
-
-    name: str
-    num_tensors: int | None
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        several = "" if self.num_tensors is None else f"{self.num_tensors} x "
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.name} {several}{list(self.shape)} {dtype}"
-
-
 @dataclass(eq=False, slots=True)
 class Collective:
     """The ``number``-th collective of a process group since the watchdog started, by all ``ranks``.
@@ -78,7 +64,7 @@ class Collective:
     """
 
     operation: str
-    tensors: list[TensorArgument]
+    tensors: list[str]
     group: str
     number: int
     ranks: tuple[int, ...]
@@ -88,7 +74,7 @@ class Collective:
     description: str = ""
 
     def __str__(self) -> str:
-        call = f"{self.operation}({', '.join(map(str, self.tensors))})"
+        call = f"{self.operation}({', '.join(self.tensors)})"
         name = self.description or self.group
         group = f"process group {name} ({format_ranks(self.ranks)})"
         return f"{call}, number {self.number} of {group}, called at {self.location}"
@@ -140,7 +126,7 @@ class CollectiveRecorder:
             return sorted({call.peer for call in self._open if call.peer is not None})
 
     def pending(self) -> list[Collective]:
-        """What may be pending: calls that some thread is in, and the newest of each group."""
+        """Collectives that may be pending: calls of some thread, and the newest of each group."""
         with self._lock:
             newest = [group.newest[-1] for group in self._groups.values() if group.newest]
             others = [call for call in self._open if call not in newest]
@@ -153,14 +139,14 @@ class CollectiveRecorder:
             return next((call for call in newest if call.number == number), None)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        former = getattr(c10d, name)
+        replaced = getattr(c10d, name)
         for module in (c10d, dist):
-            if getattr(module, name) is former:
-                self._replaced.append((module, name, former))
+            if getattr(module, name) is replaced:
+                self._replaced.append((module, name, replaced))
                 setattr(module, name, function)
 
     def _with_timeout(self, new_group: Callable[..., Any]) -> Callable[..., Any]:
-        """``new_group`` has defaults of its own (NCCL 10 minutes, gloo 30), whatever WORLD has."""
+        """``new_group`` has other defaults (NCCL 10 minutes, gloo 30), whatever WORLD has."""
 
         @functools.wraps(new_group)
         def with_timeout(ranks: Any = None, timeout: Any = None, *args: Any, **options: Any) -> Any:
@@ -219,16 +205,19 @@ class CollectiveRecorder:
 
 
 def _description(group: Any) -> str:
-    """What a group was described as; empty for torch's own descriptions."""
+    """Description of a group; empty for torch's own descriptions."""
     description = str(getattr(group, "group_desc", ""))
     return "" if description in ("undefined", "default_pg") else description
 
 
-def _tensor_arguments(arguments: dict[str, Any]) -> list[TensorArgument]:
-    found = []
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            found.append(TensorArgument(name, None, value.shape, value.dtype))
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            found.append(TensorArgument(name, len(value), value[0].shape, value[0].dtype))
-    return found
+def _tensor_arguments(arguments: dict[str, Any]) -> list[str]:
+    """Shapes and dtypes of tensors, and of lists of tensors of one shape."""
+    tensors = []
+    for name, argument in arguments.items():
+        is_list = isinstance(argument, (list, tuple)) and len(argument) > 0
+        tensor = argument[0] if is_list else argument
+        if isinstance(tensor, torch.Tensor):
+            several = f"{len(argument)} x " if is_list else ""
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors.append(f"{name} {several}{list(tensor.shape)} {dtype}")
+    return tensors

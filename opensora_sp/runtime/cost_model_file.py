@@ -47,9 +47,9 @@ def read_cost_model(path: str | Path) -> CostModel:
         ) from None
 
     if not isinstance(content, dict) or content.keys() != KEYS:
-        found = sorted(content) if isinstance(content, dict) else type(content).__name__
+        keys = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
-            f"got {path} with {found}; expected the keys {sorted(KEYS)} of a cost model; measure "
+            f"got {path} with {keys}; expected the keys {sorted(KEYS)} of a cost model; measure "
             "it anew with opensora-sp plan --calibrate FILE"
         )
     return CostModel.from_dict(content["cost_model"])
@@ -59,7 +59,7 @@ def write_cost_model(path: Path, model: CostModel, facts: dict[str, Any]) -> Non
     """Write a file for ``read_cost_model``, at once or not at all.
 
     Args:
-        facts: the keys of the file beside the model.
+        facts: the keys of the file in addition to the model.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -20,7 +20,7 @@ class Launch:
     Attributes:
         local_world_size: ranks on this host; all, where the launcher does not set it.
         master: address and port of the rendezvous.
-        agent_store: whether torchrun itself hosts the store at ``master``, so that no rank has to.
+        agent_store: True if torchrun itself hosts the store at ``master``, so that no rank has to.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Launch | None:
-        """Read the environment; None without a launcher, where the process is a world of its own.
+        """Read the environment; None without a launcher, where the process is alone.
 
         Raises:
             ValueError: if variables are missing or contradict each other.
@@ -43,9 +43,9 @@ class Launch:
 
         missing = [name for name in REQUIRED if name not in variables]
         if missing:
-            found = ", ".join(f"{name}={variables[name]}" for name in REQUIRED if name in variables)
+            given = ", ".join(f"{name}={variables[name]}" for name in REQUIRED if name in variables)
             raise ValueError(
-                f"got {found} in the environment, but no {', '.join(missing)}; expected all; "
+                f"got {given} in the environment, but no {', '.join(missing)}; expected all; "
                 f"{ADVICE}"
             )
 
@@ -60,6 +60,15 @@ class Launch:
         )
         launch._check()
         return launch
+
+    @classmethod
+    def of_process_group(cls) -> Launch:
+        """The ranks of the default process group, which meet in its store."""
+        import torch.distributed as dist
+
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        master = (os.environ.get("MASTER_ADDR", "the process group"), 0)
+        return cls(rank, world_size, rank, world_size, master, agent_store=True)
 
     def _check(self) -> None:
         local, world_size = self.local_world_size, self.world_size
@@ -78,12 +87,12 @@ class Launch:
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether some ranks run on other hosts, as far as the launcher's variables show."""
+        """True if some ranks run on other hosts, as far as the launcher's variables show."""
         return self.local_world_size < self.world_size
 
     @property
     def hosts_store(self) -> bool:
-        """Whether it is this process that listens at ``master``."""
+        """True if it is this process that listens at ``master``."""
         return self.rank == 0 and not self.agent_store
 
     def check_master(self) -> None:
@@ -117,8 +126,8 @@ def resolve(host: str, port: int | None = None) -> list[str]:
     Raises:
         OSError: if the name is unknown.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(info[4][0]) for info in found]
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(info[4][0]) for info in infos]
 
 
 def is_loopback(address: str) -> bool:

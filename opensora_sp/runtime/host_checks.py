@@ -1,4 +1,4 @@
-"""What a host needs for its ranks: network interfaces that exist, the GPUs asked for, memory."""
+"""Requirements of ranks on their host: network interfaces, the GPUs asked for, shared memory."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ def check_architectures(number: int) -> None:
     # Builds without CUDA's compiler list none.
     if not built or any(_runs_on(capability, architecture) for architecture in built):
         return
-    own = "{}.{}".format(*capability)
+    version = "{}.{}".format(*capability)
     raise ValueError(
         f"got the GPU {torch.cuda.get_device_name(number)} (cuda:{number}, compute capability "
-        f"{own}) on {socket.gethostname()}, for which torch {torch.__version__} has no kernels (it "
-        f"has {', '.join(built)}); expected a torch that was built for {own}; run pip install "
-        "--upgrade torch, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+        f"{version}) on {socket.gethostname()}, for which torch {torch.__version__} has no kernels "
+        f"(it has {', '.join(built)}); expected a torch that was built for {version}; run pip "
+        "install --upgrade torch, or choose other GPUs by CUDA_VISIBLE_DEVICES"
     )
 
 
 def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
-    """Whether code for an architecture, such as "sm_90a" or "compute_120", runs on a GPU.
+    """True if code for an architecture, such as "sm_90a" or "compute_120", runs on a GPU.
 
     Binaries (sm) run on GPUs of the same major version that are as new, PTX (compute) on all that
-    are as new. What ends in "a" runs on exactly one, in "f" on those of a major version.
+    are as new. What ends in "a" runs on exactly one, in "f" on all of a major version.
     """
     kind, _, name = architecture.partition("_")
     number = name.rstrip("af")
@@ -109,7 +109,7 @@ def interfaces() -> dict[str, list[str]]:
     """Names of this host's network interfaces, and the IP addresses of each."""
     internet = (socket.AF_INET, socket.AF_INET6)
     return {
-        name: [one.address.split("%")[0] for one in addresses if one.family in internet]
+        name: [ip.address.split("%")[0] for ip in addresses if ip.family in internet]
         for name, addresses in psutil.net_if_addrs().items()
     }
 
@@ -132,7 +132,8 @@ def check_interfaces() -> None:
 
 def _unusable_interface(variable: str, name: str, known: dict[str, list[str]]) -> ValueError:
     choices = ", ".join(
-        f"{one} ({', '.join(addresses[:2]) or 'no address'})" for one, addresses in known.items()
+        f"{other} ({', '.join(addresses[:2]) or 'no address'})"
+        for other, addresses in known.items()
     )
     return ValueError(
         f"got {variable}={os.environ[variable]} on {socket.gethostname()}, where no interface "
@@ -141,14 +142,14 @@ def _unusable_interface(variable: str, name: str, known: dict[str, list[str]]) -
     )
 
 
-def _nccl_interfaces(value: str, names: set[str]) -> set[str]:
+def _nccl_interfaces(selection: str, names: set[str]) -> set[str]:
     """The interfaces that NCCL selects: by prefix, ``=`` exactly these, ``^`` all but these."""
-    exact = value.startswith(("=", "^="))
-    patterns = tuple(name for name in value.lstrip("=^").split(",") if name)
+    exact = selection.startswith(("=", "^="))
+    patterns = tuple(name for name in selection.lstrip("=^").split(",") if name)
     matching = {
         name for name in names if (name in patterns if exact else name.startswith(patterns))
     }
-    return names - matching if value.startswith("^") else matching
+    return names - matching if selection.startswith("^") else matching
 
 
 def check_own_address(master: tuple[str, int]) -> None:
@@ -163,10 +164,10 @@ def check_own_address(master: tuple[str, int]) -> None:
 
     name = socket.gethostname()
     try:
-        found = resolve(name)
+        addresses = resolve(name)
     except OSError:
-        found = []
-    if found and not is_loopback(found[0]):
+        addresses = []
+    if addresses and not is_loopback(addresses[0]):
         return
 
     address, interface = _route_to(master)
@@ -175,7 +176,7 @@ def check_own_address(master: tuple[str, int]) -> None:
         if interface
         else "set GLOO_SOCKET_IFNAME to its network interface"
     )
-    meaning = f"resolves to {found[0]}" if found else "cannot be resolved"
+    meaning = f"resolves to {addresses[0]}" if addresses else "cannot be resolved"
     raise ValueError(
         f"got the host name {name!r}, which {meaning} on this host, with ranks on several hosts; "
         "expected an address that the other hosts reach, since gloo advertises it to them; "
@@ -206,9 +207,9 @@ def rendezvous_address() -> str:
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
 
     # Many distributions resolve a host's own name to 127.0.1.1 as well, which others do not reach.
-    address = min(resolve(master), key=lambda one: (is_loopback(one), ":" in one))
+    address = min(resolve(master), key=lambda ip: (is_loopback(ip), ":" in ip))
 
-    # Where it is a virtual address, such as that of a service, this host has another one.
+    # Where it is a virtual address, such as a service's, this host has another one.
     return _route_to((address, 1))[0] or address
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from opensora_sp.common.console import log_to_terminal
 
-from .launchers import set_parent_death_signal
+from .processes import set_parent_death_signal
 
 HOST = "127.0.0.1"
 INTERVAL = 0.2  # seconds between two looks at whether to cancel
@@ -98,7 +98,7 @@ class LocalRanks:
             raise ValueError(self._describe_end()) from None
 
     def _describe_end(self) -> str:
-        """What a rank has said of its end, or which ranks have ended."""
+        """The reason that a rank has sent, or the ranks that have ended."""
         deadline = time.monotonic() + EXIT_TIMEOUT
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -171,7 +171,7 @@ def _enter(
     for stream in (1, 2):
         os.dup2(output, stream)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    os.environ |= agent | {name: str(value) for name, value in launch.items()}
+    os.environ |= agent | {name: str(number) for name, number in launch.items()}
     os.environ["MASTER_ADDR"] = HOST
     log_to_terminal()
 

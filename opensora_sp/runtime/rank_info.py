@@ -1,20 +1,33 @@
-"""What each rank reports when it joins the rendezvous, and why a set of ranks cannot start."""
+"""Reports of ranks that join the rendezvous, and reasons why a set of ranks cannot start."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
+
+from opensora_sp.common.files import parse_json
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 MAX_RANKS = 8  # that a message lists
+# What to do about differences in a field of ``RankInfo``.
+ADVICE = {
+    "versions": "expected the same software and kind of device on every rank; install the same "
+    "everywhere; see opensora-sp doctor",
+    "settings": "expected the same config on every rank; give every host the same config file, "
+    "--cfg-options and --nproc_per_node",
+}
 RANKS_OF_HOST, UNSET = "LOCAL_WORLD_SIZE", "not set"  # a variable of launchers
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank, what it runs, and its ``error`` if it cannot start."""
+    """A rank, what it runs, and its ``error`` if it cannot start.
+
+    ``process`` is its machine (see ``machine_id``) and its number there.
+    """
 
     rank: int
     world_size: int
@@ -22,11 +35,13 @@ class RankInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    process: tuple[str, int] = ("", 0)
 
-    @property
-    def launch(self) -> Mapping[str, Any]:
-        """Of the settings, those that a launcher makes, not the config."""
-        return {name: self.settings[name] for name in self.settings.keys() & {RANKS_OF_HOST}}
+    @classmethod
+    def parse(cls, text: bytes) -> RankInfo:
+        """Of the JSON that the rank has written."""
+        content = parse_json(text, "the report of a rank")
+        return cls(**{**content, "process": tuple(content.get("process", ("", 0)))})
 
     @property
     def name(self) -> str:
@@ -57,51 +72,37 @@ def find_conflict(joined: list[RankInfo]) -> str | None:
 
 
 def find_differences(joined: list[RankInfo]) -> str:
-    """The versions, launches or settings that are not equal on all ranks; empty if all are."""
-    joined = sorted(joined, key=lambda one: one.rank)
+    """The versions or settings that are not equal on all ranks; empty if all are."""
+    joined = sorted(joined, key=lambda info: info.rank)
 
-    versions = differences(joined, "versions")
-    if versions:
-        return (
-            f"got different versions: {versions}; expected the same software and kind of device on "
-            "every rank; install the same everywhere; see opensora-sp doctor"
-        )
-
-    launch = differences(joined, "launch")
-    if launch:
-        return (
-            f"got different launches: {launch}; expected the same on every rank; start all hosts "
-            "by one launcher, with the same --nproc_per_node"
-        )
-
-    settings = differences(joined, "settings")
-    if settings:
-        return (
-            f"got different settings: {settings}; expected the same config on every rank; give "
-            "every host the same config file and --cfg-options"
-        )
+    for kind, advice in ADVICE.items():
+        listed = differences(joined, kind)
+        if listed:
+            return f"got different {kind}: {listed}; {advice}"
     return ""
 
 
 def differences(joined: list[RankInfo], kind: str) -> str:
     """For each name whose values differ, every value with its ranks and hosts."""
-    names: set[str] = set().union(*(getattr(one, kind) for one in joined))
+    names: set[str] = set().union(*(getattr(info, kind) for info in joined))
     different = []
     for name in sorted(names):
-        ranks_of: dict[str, list[RankInfo]] = {}
-        for one in joined:
-            value = getattr(one, kind).get(name, "absent")
-            text = value if isinstance(value, str) else json.dumps(value)
-            ranks_of.setdefault(text, []).append(one)
+        ranks_by_text: dict[str, list[RankInfo]] = {}
+        for info in joined:
+            setting = getattr(info, kind).get(name, "absent")
+            text = setting if isinstance(setting, str) else json.dumps(setting)
+            ranks_by_text.setdefault(text, []).append(info)
 
-        if len(ranks_of) > 1:
-            values = []
-            for text, infos in ranks_of.items():
-                hosts = sorted({info.host for info in infos[:MAX_RANKS]})
-                ranks = format_ranks([info.rank for info in infos])
-                values.append(f"{_shorten(text)} on {ranks} ({', '.join(hosts)})")
-            different.append(f"{name} {', '.join(values)}")
+        if len(ranks_by_text) > 1:
+            texts = starmap(_with_ranks, ranks_by_text.items())
+            different.append(f"{name} {', '.join(texts)}")
     return "; ".join(different)
+
+
+def _with_ranks(text: str, infos: list[RankInfo]) -> str:
+    hosts = sorted({info.host for info in infos[:MAX_RANKS]})
+    ranks = format_ranks([info.rank for info in infos])
+    return f"{_shorten(text)} on {ranks} ({', '.join(hosts)})"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""The rendezvous: all ranks join at a store before they join a process group, or none starts.
+"""The rendezvous: all ranks join at the launcher's store before they make a process group.
 
 Every rank reports what it runs and whether it can start. Rank 0 compares the reports, and all ranks
 read one verdict. A process group by itself would wait for ranks that never join, and would not
-notice ranks that run other code.
+notice ranks that run other code. After that all ranks connect to the store of the run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from opensora_sp.common.error_file import wait_until
 from opensora_sp.common.files import parse_json
 
-from .bounded_store import BoundedStore
 from .environment import Launch
-from .host_checks import check_devices, check_machine
+from .host_checks import check_devices, check_machine, rendezvous_address, use_device
+from .processes import machine_id
 from .rank_info import (
     RANKS_OF_HOST,
     UNSET,
@@ -35,18 +36,20 @@ from .rank_info import (
     find_differences,
     format_ranks,
 )
+from .run_store import BoundedStore, Place, RunStore
 from .versions import device_kind, versions
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
 DEFAULT_JOIN_TIMEOUT = 600.0
 
-# Names in the store. Ranks that run other versions of the code read them too: they must not change.
-COUNTER, REPORT, VERDICT = "arrived", "arrival {}", "verdict"
+# Names in the store. Ranks that run other versions of the code read the first three as well.
+COUNTER, REPORT, VERDICT, CONNECTED = "arrived", "arrival {}", "verdict", "connected {}"
 
 REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
 EXIT_TIMEOUT = 3.0  # seconds that a rank waits for all others to read a verdict not to start
+LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
@@ -82,120 +85,219 @@ def raise_on_all_ranks() -> Iterator[None]:
         raise
 
 
-def join_rendezvous(settings: Mapping[str, Any] | None = None) -> BoundedStore | None:
-    """Wait until all ranks have joined; returns the store, to keep until they have joined a group.
+def join_rendezvous(settings: Mapping[str, Any] | None = None) -> RunStore | None:
+    """Wait until all ranks have joined; returns the store of the run, for its ``Watchdog``.
 
-    Does nothing and returns None for a single process, or where a process group exists already.
+    None for a single process. Ranks that have a process group already meet in its store.
 
     Args:
-        settings: names and JSON values that must be equal on all ranks, such as those of a config.
+        settings: names and JSON values that must be equal on all ranks, such as a config's.
 
     Raises:
         ValueError: the same on every rank that can be reached, if a rank is missing or cannot
-            start, or if world sizes, versions, devices or settings differ.
+            start, if world sizes, versions, devices or settings differ, or if a rank cannot connect
+            to rank 0.
     """
-    launch = None if dist.is_initialized() else Launch.read()
+    is_joined = dist.is_initialized()
+    launch = Launch.of_process_group() if is_joined else Launch.read()
     if launch is None or launch.world_size == 1:
         return None
 
-    rendezvous = Rendezvous(launch, join_timeout())
-    rendezvous.join(settings or {})
-    return rendezvous.store
+    store = dist.distributed_c10d._get_default_store() if is_joined else None
+    return Rendezvous(launch, join_timeout(), store).join(settings or {})
+
+
+def start_process_group(
+    store: RunStore | None, *, timeout: timedelta | None = None, alone: bool = False
+) -> torch.device:
+    """Make the default process group and connect its ranks; returns this rank's device.
+
+    Collective; does nothing where there is a group already. The backend is NCCL on CUDA, gloo on
+    CPU.
+
+    Args:
+        store: what ``join_rendezvous`` returned; None for a single process.
+        timeout: of collectives; None takes the backend's.
+        alone: make a group for a single process as well.
+    """
+    device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():
+        return device
+    if store is None or store.launch_store is None:
+        if alone:
+            # Its collectives return what they get.
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return device
+
+    # The names of this store belong to one attempt: ranks that a launcher has started again must
+    # not read the addresses of the attempt before.
+    meeting = dist.PrefixStore("process group", store.launch_store)
+    dist.init_process_group(
+        backend, store=meeting, rank=store.rank, world_size=store.world_size, timeout=timeout
+    )
+    # NCCL connects in its first collective. A barrier would guess the devices of its ranks.
+    dist.all_reduce(torch.zeros(1, device=device))
+    return device
 
 
 def join_timeout() -> float:
     """Seconds to wait for the other ranks."""
-    value = os.environ.get(JOIN_TIMEOUT, str(DEFAULT_JOIN_TIMEOUT))
+    text = os.environ.get(JOIN_TIMEOUT, str(DEFAULT_JOIN_TIMEOUT))
     with suppress(ValueError):
-        seconds = float(value)
+        seconds = float(text)
         if 0 < seconds < float("inf"):
             return seconds
     raise ValueError(
-        f"got {JOIN_TIMEOUT}={value!r} in the environment; expected seconds, such as 600; correct "
-        "it"
+        f"got {JOIN_TIMEOUT}={text!r} in the environment; expected seconds, such as 600; correct it"
     )
 
 
 class Rendezvous:
-    """One rendezvous of all ranks at the store of the launch; all ranks join each in one order."""
+    """One rendezvous of all ranks at the store of the launch; all ranks join each in one order.
 
-    def __init__(self, launch: Launch, timeout: float) -> None:
+    Args:
+        timeout: seconds to wait for all ranks.
+        server: the store; None opens the launch's.
+    """
+
+    def __init__(self, launch: Launch, timeout: float, server: dist.Store | None = None) -> None:
         self.launch, self.timeout = launch, timeout
         self.host = socket.gethostname()
         self.deadline = time.monotonic() + timeout
         self.next_reminder = time.monotonic() + REMINDER_INTERVAL
-        server = _open_store(launch, timeout)
+        server = server or _open_store(launch, timeout)
 
-        # The store of torchrun outlives the ranks, so each attempt has keys of its own.
+        # The store of torchrun outlives the ranks, so each attempt has other names.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         names = dist.PrefixStore(f"opensora_sp/{attempt}", server)
         key = f"rendezvous of process {os.getpid()} of {self.host}"
         with reporting_lost_store(launch):
             number = BoundedStore(names, max(1.0, self._remaining())).add(key, 1)
         self.store = BoundedStore(dist.PrefixStore(str(number), names), timeout)
+        self.hosted: RunStore | None = None  # in rank 0, once all have joined
 
-    def join(self, settings: Mapping[str, Any], error: str | None = None) -> None:
-        """Report what this rank runs, and wait for the verdict.
+    def join(self, settings: Mapping[str, Any], error: str | None = None) -> RunStore:
+        """Report what this rank runs, wait for the verdict, and connect to the store of the run.
 
         Raises:
-            ValueError: if the ranks cannot start, or the store is lost.
+            ValueError: if the ranks cannot start, or a store is lost.
         """
         launch = self.launch
         software = {**versions(), "device": device_kind()}
         # Which groups lie on one node follows from it, and by that how ranks share a batch.
-        of_host = "set" if RANKS_OF_HOST in os.environ else UNSET
-        settings = {RANKS_OF_HOST: of_host, **settings}
-        info = RankInfo(launch.rank, launch.world_size, self.host, software, settings, error)
+        ranks_of_host = "set" if RANKS_OF_HOST in os.environ else UNSET
+        info = RankInfo(
+            launch.rank,
+            launch.world_size,
+            self.host,
+            software,
+            {RANKS_OF_HOST: ranks_of_host, **settings},
+            error,
+            process=(machine_id(), os.getpid()),
+        )
 
         with reporting_lost_store(launch):
             number = self.store.add(COUNTER, 1)
             if number > launch.world_size:
                 raise ValueError(self._foreign(number))
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))
-            verdict = self._judge() if launch.rank == 0 else self._read_verdict()
-            if verdict:
-                self._wait_until_all_know()
-        if verdict:
-            raise ValueError(verdict)
 
-    def _judge(self) -> str:
-        """Compare the ranks as they join; set and return the reason not to start, empty if none."""
+            reason, place = self._judge() if launch.rank == 0 else self._read_verdict()
+            store = None
+            if place is not None:
+                store, reason = self.connect(place)
+            if reason:
+                self._wait_until_all_know()
+        if store is None or reason:
+            raise ValueError(reason)
+        return store
+
+    def _judge(self) -> tuple[str, Place | None]:
+        """Rank 0: compare the ranks as they join; set and return the verdict.
+
+        That is the reason not to start, empty if all ranks can; then where the store of the run is.
+        """
         joined: list[RankInfo] = []
-        verdict = None
-        while verdict is None and len(joined) < self.launch.world_size:
+        error = None
+        while error is None and len(joined) < self.launch.world_size:
             info = self._next_rank(joined)
             if info is None:
-                verdict = self._missing(joined)
+                error = self._missing(self._absent(joined), {rank.host for rank in joined})
             else:
                 joined.append(info)
-                verdict = find_conflict(joined)
+                error = find_conflict(joined)
 
-        verdict = verdict or find_differences(joined)
-        self.store.set(VERDICT, verdict)
-        return verdict
+        error = error or find_differences(joined) or self._host_store(joined)
+        place = None if self.hosted is None else self.hosted.place
+        self.store.set(VERDICT, json.dumps([error, place and asdict(place)]))
+        return error, place
+
+    def _host_store(self, joined: list[RankInfo]) -> str:
+        """Host the store of the run; returns why this host cannot, empty if it can."""
+        processes = [info.process for info in sorted(joined, key=lambda info: info.rank)]
+        is_one_host = len({machine for machine, _ in processes}) == 1
+        address = os.environ.get("MASTER_ADDR", "")
+        try:
+            address = LOOPBACK if is_one_host else rendezvous_address()
+            self.hosted = RunStore.host(address, processes, self.store.store)
+        except (OSError, RuntimeError) as error:
+            return (
+                f"got {address or 'no MASTER_ADDR'} to listen on for the other ranks, which "
+                f"{self.host} cannot ({first_line(error)}); expected an address of the first host, "
+                "where rank 0 runs; set MASTER_ADDR to it"
+            )
+        return ""
+
+    def connect(self, place: Place) -> tuple[RunStore, str]:
+        """Connect to the store of the run, and wait until all ranks have.
+
+        Returns:
+            The store, and the first reason why a rank could not connect, empty if all did.
+        """
+        rank, error = self.launch.rank, ""
+        store = self.hosted or RunStore(rank, place, None, self.store.store)
+        try:
+            if not store.is_open:
+                store.connect(max(1.0, self._remaining()))
+        except RuntimeError as lost:
+            error = (
+                f"got no connection from rank {rank} on {self.host} to rank 0 at "
+                f"{place.address}:{place.port} ({first_line(lost)}); expected the ranks to reach "
+                "each other at all ports; check the firewalls between the hosts"
+            )
+
+        self.store.set(CONNECTED.format(rank), error)
+        keys = [CONNECTED.format(other) for other in range(self.launch.world_size)]
+        if not self._wait_for(keys, self._remaining()):
+            absent = [other for other, key in enumerate(keys) if not self.store.check([key])]
+            return store, self._missing(absent, {self.host})
+        errors = [text.decode() for text in self.store.multi_get(keys)]
+        return store, next(filter(None, errors), "")
 
     def _next_rank(self, joined: list[RankInfo]) -> RankInfo | None:
         """The next rank that joins; None if no other joins in time."""
         key = REPORT.format(len(joined) + 1)
-        while not self._wait_for(key, min(self.next_reminder, self.deadline) - time.monotonic()):
+        while not self._wait_for([key], min(self.next_reminder, self.deadline) - time.monotonic()):
             if self._remaining() <= 0:
                 return None
             logger.warning("waiting for %s to join", format_ranks(self._absent(joined)))
             self.next_reminder += REMINDER_INTERVAL
-        return RankInfo(**parse_json(self.store.get(key), "the report of a rank"))
+        return RankInfo.parse(self.store.get(key))
 
-    def _read_verdict(self) -> str:
+    def _read_verdict(self) -> tuple[str, Place | None]:
         # Rank 0 has the same deadline, and its verdict names the missing ranks.
-        if self._wait_for(VERDICT, self._remaining() + 1):
-            return str(self.store.get(VERDICT).decode())
-        return (
+        if self._wait_for([VERDICT], self._remaining() + 1):
+            error, place = parse_json(self.store.get(VERDICT), "the verdict of rank 0")
+            return error, place and Place(**place)
+        error = (
             f"got no response from rank 0 at {_address(self.launch)} within {self.timeout:.0f} s; "
             "expected it to start; look at its output on the first host"
         )
+        return error, None
 
-    def _wait_for(self, key: str, timeout: float) -> bool:
+    def _wait_for(self, keys: list[str], timeout: float) -> bool:
         self.store.timeout = max(1.0, self._remaining())
-        return wait_until(lambda: bool(self.store.check([key])), timeout)
+        return wait_until(lambda: bool(self.store.check(keys)), timeout)
 
     def _remaining(self) -> float:
         return self.deadline - time.monotonic()
@@ -208,7 +310,7 @@ class Rendezvous:
             wait_until(lambda: self.store.add("know", 0) >= world_size, EXIT_TIMEOUT)
 
     def _absent(self, joined: list[RankInfo]) -> list[int]:
-        return sorted(set(range(self.launch.world_size)) - {one.rank for one in joined})
+        return sorted(set(range(self.launch.world_size)) - {info.rank for info in joined})
 
     def _foreign(self, number: int) -> str:
         return (
@@ -218,13 +320,13 @@ class Rendezvous:
             "--master_port"
         )
 
-    def _missing(self, joined: list[RankInfo]) -> str:
-        hosts = ", ".join(sorted({one.host for one in joined}))
+    def _missing(self, absent: list[int], hosts: set[str]) -> str:
+        world_size = self.launch.world_size
         return (
-            f"got {len(joined)} of {self.launch.world_size} ranks within {self.timeout:.0f} s, "
-            f"from {hosts}; expected all, but {format_ranks(self._absent(joined))} did not join; "
-            "look at the output of the other hosts, start them, or give slow ones more time with "
-            f"{JOIN_TIMEOUT}=SECONDS"
+            f"got {world_size - len(absent)} of {world_size} ranks within {self.timeout:.0f} s, "
+            f"from {', '.join(sorted(hosts))}; expected all, but {format_ranks(absent)} did not "
+            "join; look at the output of the other hosts, start them, or give slow ones more time "
+            f"with {JOIN_TIMEOUT}=SECONDS"
         )
 
 
@@ -245,17 +347,18 @@ def _open_store(launch: Launch, timeout: float) -> dist.Store:
         opened: dist.Store = BoundedStore.connect(connect, timeout).store
         return opened
     except (RuntimeError, ValueError) as error:
+        name, reason = socket.gethostname(), first_line(error)
         if launch.hosts_store:
             raise ValueError(
-                f"got {_address(launch)} to listen on, which {socket.gethostname()} cannot "
-                f"({_reason(error)}); expected a free port and an address of this host, where rank "
-                f"0 runs; pass another --master_port, or end what uses {port}"
+                f"got {_address(launch)} to listen on, which {name} cannot ({reason}); expected a "
+                "free port and an address of this host, where rank 0 runs; pass another "
+                f"--master_port, or end what uses {port}"
             ) from None
         raise ValueError(
-            f"got no connection from {socket.gethostname()} to rank 0 at {_address(launch)} within "
-            f"{timeout:.0f} s ({_reason(error)}); expected rank 0 to listen there; check that it "
-            "was started, that MASTER_ADDR and MASTER_PORT are the same on all hosts, that no "
-            "other program uses the port, and that no firewall is between them"
+            f"got no connection from {name} to rank 0 at {_address(launch)} within {timeout:.0f} s "
+            f"({reason}); expected rank 0 to listen there; check that it was started, that "
+            "MASTER_ADDR and MASTER_PORT are the same on all hosts, that no other program uses the "
+            "port, and that no firewall is between them"
         ) from None
 
 
@@ -267,7 +370,7 @@ def reporting_lost_store(launch: Launch) -> Iterator[None]:
     except RuntimeError as lost:
         raise ValueError(
             f"got no response from the store at {_address(launch)} on {socket.gethostname()} "
-            f"({_reason(lost)}); expected the first host to keep running until all ranks have "
+            f"({first_line(lost)}); expected the first host to keep running until all ranks have "
             "joined; look at its output"
         ) from None
 
@@ -276,15 +379,6 @@ def _address(launch: Launch) -> str:
     return ":".join(map(str, launch.master))
 
 
-def _reason(error: Exception) -> str:
-    """The cause of an error of the store in few words."""
-    known = {
-        "EADDRINUSE": "address already in use",
-        "already in use": "address already in use",
-        "EADDRNOTAVAIL": "not an address of this host",
-        "timed out": "timed out",
-        "no answer": "it accepts connections and does not answer",
-        "nonce": "it answers as another program does",
-    }
-    causes = [cause for text, cause in known.items() if text in str(error)]
-    return causes[0] if causes else str(error).splitlines()[0][:200]
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type; torch adds stacks of C++."""
+    return (str(error) or type(error).__name__).splitlines()[0]

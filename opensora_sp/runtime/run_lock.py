@@ -31,7 +31,6 @@ STALE_AFTER = 120.0  # seconds without one after which the lock of another host 
 # A run that is ending saves first. Who starts twice by mistake should not wait for long.
 LOCAL_WAIT = 30.0  # seconds that a start waits for a live process of this host
 LOOK_INTERVAL = 1.0  # seconds from one look at the lock of another run to the next
-TAKEN_LOOKS = 2  # in a row that find another holder, after which a run ends
 END_TIMEOUT = 10.0  # seconds to report why the process ends
 MAX_BYTES = 10_000  # that are read of a lock
 NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
@@ -39,12 +38,7 @@ NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock.
-
-    Attributes:
-        machine: see ``machine_id``.
-        since: when it took the lock, for people.
-    """
+    """The process that holds a lock, on its machine (see ``machine_id``); ``since`` for people."""
 
     host: str
     machine: str
@@ -58,29 +52,26 @@ class Holder:
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
-        """Read a lock file; None if its content is not that of a lock.
-
-        Raises:
-            FileNotFoundError: if there is none.
-        """
+        """Read a lock file; None if there is none, or its content is none of a lock."""
         # Opening a file lets NFS ask for its state, which is cached otherwise.
-        with open_regular(path) as file:
-            text = file.read(MAX_BYTES)
-        with suppress(ValueError, TypeError):
-            return cls(**parse_json(text, str(path)))
+        with suppress(ValueError, TypeError, FileNotFoundError), open_regular(path) as file:
+            return cls(**parse_json(file.read(MAX_BYTES), str(path)))
         return None
 
     @property
     def is_local(self) -> bool:
         return self.machine == machine_id()
 
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.host} since {self.since}"
+
 
 class RunLock:
     """Holds a folder for this process: ``with RunLock(folder):``.
 
-    On entry it waits for a run that is just ending. A thread writes the heartbeats, makes a lock
-    that was removed again, and ends the process if another run has taken it. Where the folder's
-    file system has no locks, a warning is logged and the folder is not locked.
+    On entry it waits for a run that is just ending. A thread writes the heartbeats, and ends the
+    process if another run has taken the lock. Where the folder's file system has no locks, a
+    warning is logged and the folder is not locked.
 
     Raises:
         ValueError: on entry, if another run still holds the folder after ``LOCAL_WAIT`` (a process
@@ -99,14 +90,16 @@ class RunLock:
             if not self._lock():
                 self._await_release()
         except OSError as error:
-            raise ValueError(
-                f"got outputs {str(self.folder)!r}, in which no file can be made "
-                f"({error.strerror or error}); expected a folder to write to; check it, or pass "
-                "another --cfg-options outputs=..."
-            ) from None
+            if error.errno not in NO_LOCKS:
+                raise ValueError(
+                    f"got outputs {str(self.folder)!r}, in which no file can be made "
+                    f"({error.strerror or error}); expected a folder to write to; check it, or "
+                    "pass another --cfg-options outputs=..."
+                ) from None
+            logger.warning("%s is not locked against a second run: %s", self.folder, error)
+            return self
 
-        if self._descriptor is not None:
-            threading.Thread(target=self._write_heartbeats, name="run lock", daemon=True).start()
+        threading.Thread(target=self._write_heartbeats, name="run lock", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -120,38 +113,31 @@ class RunLock:
         # Workers that were forked meanwhile share the lock, which ends for them too.
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
-        self._descriptor = None
 
-    def _lock(self, *, stale: bool = False) -> bool:
-        """Take the lock if it is free; returns whether this process may continue.
+    def _lock(self, *, is_stale: bool = False) -> bool:
+        """Take the lock if it is free; returns True if this process holds it.
 
         Args:
-            stale: whether a process of another host that the file names has ended.
+            is_stale: the process of another host that the file names has ended.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(self.path, flags, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The former holder removes the file that it has locked.
+            # The previous holder removes the file that it has locked.
             if os.fstat(descriptor).st_ino != self.path.stat().st_ino:
                 raise BlockingIOError
-            former = Holder.read(self.path)
-            if not (stale or former is None or former.is_local):
+            holder = Holder.read(self.path)
+            if not (is_stale or holder is None or holder.is_local):
                 raise BlockingIOError
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
-        except (BlockingIOError, FileNotFoundError):
-            os.close(descriptor)
-            return False
         except OSError as error:
             os.close(descriptor)
-            if error.errno not in NO_LOCKS:
-                raise
-            logger.warning("%s is not locked against a second run: %s", self.folder, error)
-            return True
+            if isinstance(error, (BlockingIOError, FileNotFoundError)):
+                return False
+            raise
 
-        if self._descriptor is not None:
-            os.close(self._descriptor)
         self._descriptor = descriptor
         return True
 
@@ -162,53 +148,40 @@ class RunLock:
             ValueError: if another one still holds it after the wait.
         """
         before = self._look()
-        holder = before[0] if before else None
+        holder = before[0]
         timeout = LOCAL_WAIT if holder is None or holder.is_local else STALE_AFTER
         logger.warning(
             "%s is locked by %s; waiting up to %g s for its end",
             self.folder,
-            "".join(_describe(holder)),
+            holder or "another run",
             timeout,
         )
         if wait_until(self._lock, timeout, LOOK_INTERVAL):
             return
-        if self._look() == before and self._lock(stale=True):
+        if self._look() == before and self._lock(is_stale=True):
             return
-        now = self._look()
-        name, since = _describe(now[0] if now else holder)
         raise ValueError(
-            f"got outputs {str(self.folder)!r}, which {name} holds{since}; expected one run for "
-            "each folder; wait for that run or end it, or pass another --cfg-options outputs=..."
+            f"got outputs {str(self.folder)!r}, which {self._look()[0] or holder or 'another run'} "
+            "holds; expected one run for each folder; wait for that run or end it, or pass another "
+            "--cfg-options outputs=..."
         )
 
-    def _look(self) -> tuple[Holder | None, int] | None:
-        """Who holds the lock and its last heartbeat; None if there is no file."""
+    def _look(self) -> tuple[Holder | None, int]:
+        """Who holds the lock, and its last heartbeat."""
         with suppress(FileNotFoundError):
             return Holder.read(self.path), self.path.stat().st_mtime_ns
-        return None
+        return None, 0
 
     def _write_heartbeats(self) -> None:
-        taken = 0
-        while taken < TAKEN_LOOKS:
-            if self._released.wait(INTERVAL):
-                return
-            # A disk that does not respond for a while is reported by the next save.
+        while not self._released.wait(INTERVAL):
+            # A disk that does not respond for a while is reported by the next save. A folder that
+            # is moved or mounted again is absent for a while.
             with suppress(OSError):
-                taken = taken + 1 if self._is_taken() else 0
-        if not self._released.is_set():
-            self._end_process()
-
-    def _is_taken(self) -> bool:
-        """Whether another run holds the lock; a heartbeat where none does."""
-        try:
-            if Holder.read(self.path) != self._holder:
-                return True
-            os.utime(self.path)
-        except FileNotFoundError:
-            # A folder that is moved or mounted again is absent for a while.
-            if self.folder.is_dir() and self._lock():
-                logger.warning("%s was removed; this run has made it again", self.path)
-        return False
+                holder = Holder.read(self.path)
+                if holder == self._holder:
+                    os.utime(self.path)
+                elif holder is not None and not self._released.is_set():
+                    self._end_process()
 
     def _end_process(self) -> NoReturn:
         """Two runs that write to a folder would remove each other's checkpoints."""
@@ -221,10 +194,3 @@ class RunLock:
             write_error_file(reason)
             logging.shutdown()  # flushes
         os._exit(1)
-
-
-def _describe(holder: Holder | None) -> tuple[str, str]:
-    """The name of a holder, and since when it holds the lock, where these are known."""
-    if holder is None:
-        return "another run", ""
-    return f"process {holder.pid} of {holder.host}", f" since {holder.since}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from opensora_sp.common.console import INTERRUPTED
 
-from .launchers import is_request_to_stop, set_parent_death_signal
+from .processes import is_request_to_stop, set_parent_death_signal
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.
@@ -34,7 +34,7 @@ class SignalHandler:
     def __init__(self) -> None:
         self.received = ""
         self._interrupted_at = math.inf
-        self._former: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._parent_death_signal = 0
 
     def install(self) -> None:
@@ -43,13 +43,13 @@ class SignalHandler:
             return
         for number in REQUESTS:
             if not _is_kept(number):
-                self._former[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+                self._previous[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         self._parent_death_signal = set_parent_death_signal(signal.SIGCONT)
         is_request_to_stop.set()
 
     def uninstall(self) -> None:
         is_request_to_stop.clear()
-        for number, handler in self._former.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
         set_parent_death_signal(self._parent_death_signal)
 

@@ -21,7 +21,7 @@ _SKIPPED = (
 
 
 def location_of_thread(thread: int) -> str:
-    """Where a thread is, as in ``location``."""
+    """The line of a thread, as in ``location``."""
     frame = sys._current_frames().get(thread)
     return "an unknown place" if frame is None else location(frame)
 

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks: versions, the source code itself, the kind of device."""
+"""Facts that must be equal on all ranks: versions, the source code itself, the kind of device."""
 
 from __future__ import annotations
 

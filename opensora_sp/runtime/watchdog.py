@@ -14,8 +14,8 @@ rank 0 is, or its host         its store does not answer for   the others report
                                the shorter of both timeouts
 a rank does not join a         ``collective_timeout``, and     the others report the collective and
 collective                     2 s if it is stopped            the rank, and exit
-a rank is stopped before its   ``StartLimit``                  the others report it and exit
-first heartbeat
+a rank does not make the       ``OPENSORA_SP_JOIN_TIMEOUT``    the others report where all ranks
+process group                                                  are, and exit
 SIGTERM, SIGUSR1, Ctrl-C, the  a signal handler; the           ``stop_reason`` is set on all ranks;
 launcher has exited            launcher's process has exited   a run that has not ended after
                                                                ``grace_time`` is ended
@@ -23,9 +23,7 @@ a second Ctrl-C                the signal handler              the process exits
 =============================  ==============================  =====================================
 
 Every second each rank writes a heartbeat into a store that rank 0 hosts, and reads the run's first
-failure and a request to stop from it. Rank 0 reads the heartbeats of all ranks, the others that of
-rank 0. Timeouts are counted in a rank's own heartbeats, so a process that resumes after
-being suspended does not report other ranks as failed.
+failure and a request to stop from it. Rank 0 reads all heartbeats, the others rank 0's.
 """
 
 from __future__ import annotations
@@ -45,20 +43,13 @@ from opensora_sp.common.console import INTERRUPTED
 from opensora_sp.common.error_file import wait_until, write_error_file
 
 from .collective_recorder import CollectiveRecorder
-from .collective_timeout import CollectiveTimeout
-from .heartbeats import (
-    INTERVAL,
-    PROCESS_ENDED,
-    PROPAGATION_TIMEOUT,
-    Heartbeat,
-    HeartbeatStore,
-    PeerTimeout,
-    first_line,
-)
 from .processes import exiting_after, is_alive, launchers
+from .rank_info import format_ranks
+from .rendezvous import JOIN_TIMEOUT, first_line, join_timeout
+from .run_store import PROCESS_ENDED, PROPAGATION_TIMEOUT, Heartbeat, RunStore
 from .signals import SignalHandler
 from .stack_inspection import location_of_thread, stack_of_thread
-from .start_limit import StartLimit, default_store
+from .timeouts import INTERVAL, CollectiveTimeout, PeerTimeout
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
@@ -74,7 +65,7 @@ CONNECTION_ERRORS = (
     "NCCL",
 )
 FEWEST_SECONDS = 3.0  # to answer; a rank that was suspended may count one that it did not wait
-OF_HANGS = ("(peer_timeout)", "(collective_timeout)", "cut off")
+OF_HANGS = ("(peer_timeout)", "(collective_timeout)", "cut off", "no process group")
 """In the reason where some rank does not respond: each rank then logs its stack."""
 NOT_STOPPED = ", but the run did not stop within"
 
@@ -84,8 +75,9 @@ class _RunFailed(Exception):  # noqa: N818  (of the run, not of this code)
 
 
 class Watchdog:
-    """Use as ``with Watchdog(...) as watchdog:`` around all distributed code of a run.
+    """Use as ``with Watchdog(store) as watchdog:`` around all distributed code of a run.
 
+    It starts before the process group, which is made inside of the block.
     Entering and leaving are collective: all ranks leave the block normally, or none does. An
     exception that leaves the block is propagated to all other ranks, which exit with status 1
     unless they raise an error of their own. An exception that only reports a lost connection to
@@ -93,6 +85,7 @@ class Watchdog:
     the rank that failed.
 
     Args:
+        store: what ``join_rendezvous`` returned; None for a single process.
         peer_timeout: seconds without a heartbeat after which a rank counts as failed.
         collective_timeout: seconds after which a collective that some rank has not joined ends the
             run. Groups that are made inside of the block get it as their backend's timeout, with a
@@ -106,6 +99,7 @@ class Watchdog:
 
     def __init__(
         self,
+        store: RunStore | None = None,
         *,
         peer_timeout: float = 60.0,
         collective_timeout: float = COLLECTIVE_TIMEOUT,
@@ -114,15 +108,15 @@ class Watchdog:
         self.peer_timeout, self.grace_time = peer_timeout, grace_time
         self.stop_reason: str | None = None
 
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._store = store or RunStore.alone()
+        self._rank, self._world_size = self._store.rank, self._store.world_size
         self._others = [rank for rank in range(self._world_size) if rank != self._rank]
         self._launchers = launchers()
         self._signals = SignalHandler()
 
-        self._store = HeartbeatStore(self._rank, self._world_size)
         self._peer_timeout = PeerTimeout(peer_timeout)
-        # Its server is a thread of its own: rank 0 answers whatever its main thread does.
+        self._start_timeout = join_timeout()
+        # A thread of torch serves the store: rank 0 answers whatever its main thread does.
         self._answer_timeout = max(FEWEST_SECONDS, min(peer_timeout, collective_timeout))
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
         self._collective_timeout = CollectiveTimeout(
@@ -140,10 +134,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._world_size > 1:
-            with StartLimit(default_store(), self._rank, self._world_size):
-                self._store.open(self.peer_timeout, self._answer_timeout)
-                self._write_heartbeat()
-                dist.barrier()
+            self._store.limit_answers(self._answer_timeout)
             self._recorder.start()
         self._signals.install()
         self._thread.start()
@@ -173,7 +164,7 @@ class Watchdog:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the request to stop was Ctrl-C, on any rank."""
+        """True if the request to stop was Ctrl-C, on any rank."""
         return self._signals.received == "SIGINT" or self.why_to_stop().endswith("SIGINT")
 
     def why_to_stop(self) -> str:
@@ -186,7 +177,7 @@ class Watchdog:
     # The main thread: errors that leave the block, and the end of the run.
 
     def _is_connection_error(self, error: BaseException) -> bool:
-        """Whether another rank's failure may have caused this error."""
+        """True if another rank's failure may have caused this error."""
         return (
             self._world_size > 1
             and isinstance(error, RuntimeError)
@@ -220,21 +211,21 @@ class Watchdog:
             self._store.wait_until_all_know()
             raise SystemExit(_exit_code(self._failure)) from None
 
-        own = f"rank {self._rank} failed: {type(error).__name__}: {error}"
-        self._failure = self._store.claim_failure(own)
+        reason = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        self._failure = self._store.claim_failure(reason)
 
         # All ranks raise the same error, or this rank alone has one.
-        is_same = self._failure.partition(":")[2] == own.partition(":")[2]
+        is_same = self._failure.partition(":")[2] == reason.partition(":")[2]
         if not is_same:
-            logger.error("%s (after %s)", own, self._failure)
+            logger.error("%s (after %s)", reason, self._failure)
         elif self._rank == 0:
-            logger.error("%s", own)
+            logger.error("%s", reason)
         write_error_file(self._failure)
 
         # Errors that users can fix are logged once: by rank 0, before it acknowledges them.
         all_know = self._store.wait_until_all_know()
         if is_same and self._rank and not (all_know and isinstance(error, ValueError)):
-            logger.error("%s", own)
+            logger.error("%s", reason)
         error.is_logged = True  # type: ignore[attr-defined]
         error.is_consequence = not is_same  # type: ignore[attr-defined]
 
@@ -312,6 +303,20 @@ class Watchdog:
                 )
 
         self._fail_if(self._collective_timeout.check(self._number))
+        if self._number * INTERVAL >= self._start_timeout and not dist.is_initialized():
+            self._fail_if(self._late_start())
+
+    def _late_start(self) -> str:
+        """A message with the lines of all ranks, which have made no process group in time."""
+        by_location: dict[str, list[int]] = {}
+        for rank, heartbeat in self._store.heartbeats(list(range(self._world_size))).items():
+            by_location.setdefault(heartbeat.location, []).append(rank)
+        places = [f"{format_ranks(ranks)} at {line}" for line, ranks in by_location.items()]
+        return (
+            f"got no process group of {self._world_size} ranks within {self._start_timeout:g} s: "
+            f"{', '.join(places)}; expected all ranks to start; look what they wait for, or give "
+            f"slow hosts more time with {JOIN_TIMEOUT}=SECONDS"
+        )
 
     def _fail_if(self, failure: str | None) -> None:
         if failure:
@@ -327,7 +332,7 @@ class Watchdog:
             self._store.request_stop(reason)
         self.stop_reason, self._stop_number = reason, self._number
         if self.grace_time:
-            # A thread of its own: a log that waits for ever must not stop the watchdog.
+            # In another thread: a log that waits for ever must not stop the watchdog.
             line = "%s; stopping within two steps, with a checkpoint"
             log = threading.Thread(target=logger.info, args=(line, reason), daemon=True)
             log.start()

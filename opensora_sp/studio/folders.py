@@ -13,7 +13,7 @@ from opensora_sp.checkpoint.paths import committed_checkpoints
 
 from . import UPLOADS
 
-SAMPLING = "sample.py"  # beside weights, the config to sample from them; a training writes it
+SAMPLING = "sample.py"  # next to weights, the config to sample from them; a training writes it
 MEDIA = (".mp4", ".gif", ".png")
 
 
@@ -34,18 +34,18 @@ class Folders:
         """The absolute path, without links; raises ValueError if it is outside of the folders.
 
         Args:
-            executed: it may be code, or lie beside it: outside of the runs' folders, and among
+            executed: it may be code, or lie next to it: outside of the runs' folders, and among
                 uploads, it is refused.
         """
-        found, allowed = Path(path).resolve(), self.runs if executed else (*self.runs, self.outputs)
-        is_inside = any(found.is_relative_to(folder) for folder in allowed)
-        if not is_inside or (executed and UPLOADS in found.parts):
+        file, allowed = Path(path).resolve(), self.runs if executed else (*self.runs, self.outputs)
+        is_inside = any(file.is_relative_to(folder) for folder in allowed)
+        if not is_inside or (executed and UPLOADS in file.parts):
             inside = " or ".join(map(str, allowed))
             raise ValueError(
                 f"got the path {str(path)!r}; expected one inside of {inside}; choose another, or "
                 "start the studio with its folder"
             )
-        return found
+        return file
 
     def trained(self) -> list[Path]:
         """Runs that have logged steps."""
@@ -53,12 +53,12 @@ class Folders:
 
     def weights(self) -> list[Path]:
         """Runs and other folders of weights, each followed by its checkpoints."""
-        found = list[Path]()
+        folders = list[Path]()
         for folder in self._holding(SAMPLING):
             with suppress(ValueError, OSError):  # adapters alone, or nothing yet
                 find_weights(folder, ema=True)
-                found += [folder, *reversed(committed_checkpoints(folder))]
-        return found
+                folders += [folder, *reversed(committed_checkpoints(folder))]
+        return folders
 
     def adapters(self) -> list[Path]:
         """Runs that have trained LoRA adapters."""
@@ -84,6 +84,6 @@ def modified(path: Path) -> int:
 
 
 def video_of(metadata: Path) -> Path | None:
-    """The video beside its metadata, or the single frame: an image of the same name is a sheet."""
+    """The video next to its metadata, or the single frame: an image of the same name is a sheet."""
     paths = (metadata.with_suffix(suffix) for suffix in MEDIA)
     return next((path for path in paths if path.is_file()), None)

@@ -16,9 +16,9 @@ from opensora_sp.config import load_inference_config
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.sampling.requests import file_name, requests_of
 from opensora_sp.sampling.run import preflight, resolved_sources
-from opensora_sp.sampling.session import Work
 
 from .folders import SAMPLING, Folders
+from .session import Work
 
 
 @dataclass(eq=False)
@@ -53,14 +53,14 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     """Check a request as ``opensora-sp sample`` checks its command line.
 
     Args:
-        values: of the config, by dotted key, and "prompt"; empty ones are those of the run.
+        values: of the config, by dotted key, and "prompt"; empty ones are taken from the run.
         outputs: the folder of its video.
 
     Raises:
         ValueError: for paths outside of the folders, and for what the command refuses.
         OSError: where a file has been removed meanwhile.
     """
-    given = {key: value for key, value in values.items() if value}
+    given = {key: setting for key, setting in values.items() if setting}
     for key, name in (("ckpt", "checkpoint"), ("prompt", "prompt")):
         if not given.get(key, "").strip():
             raise ValueError(f"got no {name}; expected one; choose or type it")
@@ -68,14 +68,13 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     sources = [parse_source(source) for source in given.get("lora", ())]
     adapters = [(folders.checked(path, executed=True), scale) for path, scale in sources]
 
-    beside = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
-    config = next((path / SAMPLING for path in beside if (path / SAMPLING).is_file()), None)
+    siblings = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
+    config = next((path / SAMPLING for path in siblings if (path / SAMPLING).is_file()), None)
     if config is None:
         raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
-    prompt = given.pop("prompt").strip()
     given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
-    given |= dict(prompts=[{"prompt": prompt}], prompt_path=None, num_samples=1)
-    given |= dict(outputs=str(outputs), format="mp4", sp_size=nproc)
+    given |= dict(prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None)
+    given |= dict(num_samples=1, outputs=str(outputs), format="mp4", sp_size=nproc)
     cfg = load_inference_config(folders.checked(config, executed=True), values=given)
 
     # Before any file is opened; a prompt may name some too.
@@ -88,7 +87,7 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
 
 
 class Queue:
-    """Samples one job at a time, in a thread of its own.
+    """Samples one job at a time, in a thread.
 
     Attributes:
         jobs: those that have had no turn yet, in their order, and the one that runs.
@@ -111,8 +110,8 @@ class Queue:
         self._waiting.put(job)
 
     def ahead_of(self, job: Job) -> int:
-        """How many living jobs come before this one."""
-        return [one for one in (*self.jobs, job) if one is job or not one.has_ended].index(job)
+        """The number of living jobs that come before this one."""
+        return [each for each in (*self.jobs, job) if each is job or not each.has_ended].index(job)
 
     def _run(self) -> None:
         while True:
@@ -129,7 +128,7 @@ class Queue:
         def on_step(done: int, total: int, preview: bytes) -> None:
             job.steps, job.preview = (done, total), preview or job.preview
 
-        kind, *found = self.ranks.run(job.work, on_step=on_step, is_cancelled=job.cancelled.is_set)
+        kind, *answer = self.ranks.run(job.work, on_step=on_step, is_cancelled=job.cancelled.is_set)
         if kind == "error":
-            raise ValueError(found[0])
-        job.video, job.state = Path(found[0]) if found else None, kind
+            raise ValueError(answer[0])
+        job.video, job.state = Path(answer[0]) if answer else None, kind

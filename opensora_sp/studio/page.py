@@ -15,8 +15,8 @@ from . import views
 from .folders import Folders
 from .jobs import Job, Queue
 
-POLL, REFRESH = 0.3, 3.0  # seconds between two looks at a job, and at runs
-KEPT = (3600, 24 * 3600)  # seconds between two looks at uploads, and that they are kept
+# Seconds between two looks at a job, at runs, and at uploads, which are kept for so long.
+POLL, REFRESH, KEPT = 0.3, 3.0, (3600, 24 * 3600)
 CSS = """
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
@@ -52,7 +52,7 @@ def build(folders: Folders, queue: Queue) -> gr.Blocks:
 
 
 def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
-    own, fields = gr.State(None), dict[str, Any]()
+    running, fields = gr.State(None), dict[str, Any]()
     with gr.Row():
         with gr.Column():
             fields["ckpt"] = _chooser("Checkpoint", folders.weights(), folders)
@@ -75,7 +75,8 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
     async def sample(*texts: Any) -> AsyncIterator[Any]:
         values = dict(zip(fields, texts, strict=True))
         values["reference_path"] = ";".join(values["reference_path"] or ())
-        values["lora"] = [one.strip() for one in (values["lora"] or "").split(";") if one.strip()]
+        loras = (values["lora"] or "").split(";")
+        values["lora"] = [lora.strip() for lora in loras if lora.strip()]
         job = Job(values)
         try:
             # It can be cancelled meanwhile.
@@ -99,16 +100,16 @@ def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
             return views.alert(error), gr.skip()
 
     def listed(paths: Sequence[Path], chosen: Path | None = None) -> Any:
-        value: dict[str, Any] = {"value": str(chosen)} if chosen else {}
-        return gr.Dropdown(choices=_names(paths, folders), **value)
+        choice: dict[str, Any] = {"value": str(chosen)} if chosen else {}
+        return gr.Dropdown(choices=_names(paths, folders), **choice)
 
     def refresh() -> list[Any]:
         return [listed(find()) for find in (folders.weights, folders.adapters, folders.history)]
 
-    inputs, outputs = list(fields.values()), [own, state, shown, metadata, history]
+    inputs, outputs = list(fields.values()), [running, state, shown, metadata, history]
     events, quiet = [start.click, fields["prompt"].submit], "hidden"
     gr.on(events, sample, inputs, outputs, concurrency_limit=None, show_progress=quiet)
-    cancel.click(lambda job: job and job.cancel(), own, None, show_progress=quiet, queue=False)
+    cancel.click(lambda job: job and job.cancel(), running, None, show_progress=quiet, queue=False)
     history.input(show, history, [shown, metadata], show_progress=quiet)
     page.load(refresh, None, [fields["ckpt"], fields["lora"], history], show_progress=quiet)
 
@@ -123,20 +124,20 @@ def _training(folders: Folders, page: gr.Blocks) -> None:
     curves, videos, before = gr.HTML(), gr.HTML(), gr.State([None] * 3)
 
     def show(chosen: list[str] | None, seen: list[Any]) -> list[Any]:
-        """What has changed: a video that is shown again would start anew."""
+        """Updates of what has changed: a video that is shown again would start anew."""
         try:
             paths = [folders.checked(run) for run in chosen or ()]
             choices, shown = _names(folders.trained(), folders), "".join(map(views.videos, paths))
         except (ValueError, OSError) as error:
             return [gr.skip(), views.alert(error), "", [None] * 3]
         living = [path for _, path in choices if path in (chosen or ())]  # others were removed
-        found = [choices, views.changes([str(path) for path in paths]), shown]
-        is_new = [one != old for one, old in zip(found, seen, strict=True)]
+        state = [choices, views.changes([str(path) for path in paths]), shown]
+        is_new = [new != old for new, old in zip(state, seen, strict=True)]
         return [
             gr.CheckboxGroup(choices, value=living) if is_new[0] else gr.skip(),
             views.curves(paths) if is_new[1] else gr.skip(),
             shown if is_new[2] else gr.skip(),
-            found,
+            state,
         ]
 
     events, outputs = [page.load, gr.Timer(REFRESH).tick, runs.change], [runs, curves, videos]

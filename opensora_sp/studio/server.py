@@ -19,11 +19,11 @@ from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse,
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opensora_sp.runtime.local_ranks import LocalRanks
-from opensora_sp.sampling.session import serve
 
 from .folders import MEDIA, Folders
 from .jobs import Queue
 from .page import CSS, build
+from .session import serve
 
 # The browser asks no other host.
 POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
@@ -50,7 +50,7 @@ class Guard:
             return await entered(scope, receive, send)
         if self._is_token(asked.cookies.get(self.cookie)):
             return await self.app(scope, receive, with_policy)
-        refusal = "got no token; expected that of this studio; open the address that it printed"
+        refusal = "got no token; expected the one of this studio; open the address that it printed"
         await PlainTextResponse(refusal, 403)(scope, receive, send)
 
     def _is_token(self, given: str | None) -> bool:
@@ -76,11 +76,11 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     @app.get("/media")
     def media(path: str) -> Response:
         try:
-            found = folders.checked(path)
+            file = folders.checked(path)
         except ValueError as error:
             return PlainTextResponse(str(error), 403)
-        is_shown = found.suffix in MEDIA and found.is_file()
-        return FileResponse(found) if is_shown else PlainTextResponse("no video there", 404)
+        is_shown = file.suffix in MEDIA and file.is_file()
+        return FileResponse(file) if is_shown else PlainTextResponse("no video there", 404)
 
     # Of Gradio's own calls of Starlette.
     warnings.filterwarnings("ignore", module="gradio")

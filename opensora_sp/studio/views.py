@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from opensora_sp.training.curves import CURVES, RunRecord, picture
-from opensora_sp.training.metrics import RANKS, collecting_cycles
+from opensora_sp.training.metrics import RANKS
 from opensora_sp.training.validation import VIDEOS
 
 from .folders import modified, video_of
@@ -27,7 +27,7 @@ def alert(error: Exception | str) -> str:
 
 
 def progress(job: Job, ahead: int = 0) -> str:
-    """What a job is doing; ``ahead`` jobs come before it."""
+    """The state of a job; ``ahead`` jobs come before it."""
     if job.state == "failed":
         return alert(job.error)
     done, total = job.steps
@@ -68,8 +68,7 @@ def curves(runs: Sequence[Path]) -> str:
             records.append(RunRecord.read(run))
     if not records:
         return "<p>Choose runs: those that have logged a step are in the list.</p>"
-    with collecting_cycles():
-        return f"<div class='curves'>{''.join(picture(title, records) for title in CURVES)}</div>"
+    return f"<div class='curves'>{''.join(picture(title, records) for title in CURVES)}</div>"
 
 
 def videos(run: Path) -> str:

@@ -1,5 +1,4 @@
-"""Training: ``run`` starts and ends a run, ``trainer`` has the loop, the rest is a concern each."""
+"""Training: ``run.train`` starts and ends a run, ``trainer`` builds it and has the loop.
 
-from .run import train
-
-__all__ = ["train"]
+Modules are imported by their names, so that one can be used without all others.
+"""

@@ -37,19 +37,19 @@ from opensora_sp.checkpoint import (
     checkpoint_name,
     fitted,
     load_model,
-    model_config_json,
     on_rank_0,
     open_adapters,
     open_weights,
 )
 from opensora_sp.checkpoint.adapters import ADAPTER_WEIGHTS, name_on_disk
 from opensora_sp.checkpoint.folder import FORMAT, to_json
+from opensora_sp.checkpoint.model_config import model_config_json
 from opensora_sp.common.files import read_json
 from opensora_sp.models.base import ConditionedModel
 
 from .ema import ShardedEma
-from .lora import LoraRun
 from .resuming import find_good
+from .trainable import LoraRun
 
 
 @dataclass
@@ -89,12 +89,13 @@ class TrainingState:
         return parts
 
     def json_files(self) -> dict[str, bytes]:
-        """The small files beside the tensors: the model's configuration, and that of adapters."""
+        """The small files next to the tensors: configurations of the model, and of adapters."""
         files = {
             "config.json": model_config_json(type(self.module).__name__, self.module.config),
             **({} if self.lora is None else self.lora.files()),
         }
-        return {f"{part}/{name}": data for part in ("model", "ema") for name, data in files.items()}
+        model = {f"model/{name}": content for name, content in files.items()}
+        return model | {f"ema/{name}": content for name, content in files.items()}
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load the tensors of a verified checkpoint, after all names are checked.
@@ -103,9 +104,10 @@ class TrainingState:
             The content of its ``state.json``.
 
         Raises:
-            ValueError: if names, shapes or groups of parameters are those of another model.
+            ValueError: if names, shapes or groups of parameters belong to another model.
         """
         state: dict[str, Any] = read_json(folder / "state.json")
+        # All names are checked before anything is loaded, so an error leaves the model as it was.
         moments = open_weights(folder / "optimizer.safetensors")
         self.shards.check_state(moments, state["parameter_groups"])
         weights, ema_weights = self._opened(folder / "model"), self._opened(folder / "ema")
@@ -113,7 +115,7 @@ class TrainingState:
         load_model(weights, self.module, self.shards, self.fixed)
         for name, shard in self.ema.shards.items():
             shard.copy_(self.shards.cut(name, ema_weights.tensors[name].read()))
-        # The options of the groups, such as the learning rate, are those of the config.
+        # The config has the options of the groups, such as the learning rate.
         self.shards.load_state(moments.tensors, state.get("loss_scale"))
         return state
 
@@ -174,25 +176,25 @@ class Checkpoints:
         final = self.run_dir / checkpoint_name(values["step"])
         folder = CheckpointFolder(final, files, **(self._keep if rotate else {}))
         job = SaveJob(folder, tensors.files())
+        # The last good checkpoint is worth more than a newer one that cannot be resumed.
         self._check_finite(job, values["step"])
         self._saver.save(job, in_background=self.in_background)
         return final
 
     def _check_finite(self, job: SaveJob, step: int) -> None:
         """Raise ValueError on every rank unless all that training changes is finite. Collective."""
-        found = self._saver.non_finite(job)
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        names = self._saver.non_finite(job)
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"got NaN or infinity in {found[0]}{more} after step {step}; expected numbers, so "
+                f"got NaN or infinity in {names[0]}{more} after step {step}; expected numbers, so "
                 f"this checkpoint is not saved; {self.advice()}"
             )
 
     def advice(self) -> str:
         """Where to resume after numbers that are not finite. Collective.
 
-        Rank 0 reads the checkpoints of the run, the newest first, up to one that is whole and
-        finite.
+        Rank 0 reads the checkpoints of the run, the newest first, up to one that is whole.
         """
         self.wait()
         text = [""]
@@ -218,5 +220,6 @@ class Checkpoints:
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Copies of frozen parameters and buffers; training casts the model's own to its precision."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    # Copies, since the cast to bf16 would round them in place.
     tensors = model.state_dict().items()
     return {name: tensor.clone() for name, tensor in tensors if name not in trained}

@@ -31,10 +31,10 @@ def use_deterministic_kernels() -> None:
         ValueError: if the environment selects something else, or CUDA was used before.
     """
     for name, allowed in SETTINGS.items():
-        value = os.environ.get(name, allowed[0])
-        if value.lower() not in [one.lower() for one in allowed]:
+        setting = os.environ.get(name, allowed[0])
+        if setting.lower() not in [option.lower() for option in allowed]:
             raise ValueError(
-                f"got {name}={value} in the environment with deterministic=True; expected one of "
+                f"got {name}={setting} in the environment with deterministic=True; expected one of "
                 f"{allowed}, whose sums have a fixed order; unset it, or leave deterministic out"
             )
 

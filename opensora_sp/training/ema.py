@@ -38,6 +38,7 @@ class ShardedEma:
                 self._buffers[id(buffer)] = buffer, buffer.detach().clone()
             average = self._buffers[id(buffer)][1]
             place = int(shard.storage_offset()) - int(buffer.storage_offset())
+            # As many views as shards, so that checkpoints name them, of few buffers.
             self.shards[name] = average.as_strided(shard.shape, shard.stride(), place)
 
     @torch.no_grad()

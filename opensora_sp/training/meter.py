@@ -21,7 +21,7 @@ from opensora_sp.common.tensors import to_device
 from opensora_sp.features.batch import Batch
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer, SequenceMesh
-from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.planner.seconds import ModelFlops
 
 # Peak TFLOP/s of dense bf16 and fp16 matrix products, from the data sheets of NVIDIA and AMD
 # (without sparsity), by a pattern in the device's name. The first match counts.
@@ -53,7 +53,7 @@ class Peak(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device, precision: str, configured: float | None) -> Peak:
-        """The config's ``peak_tflops`` if it has one, else that of a known GPU in 16 bits."""
+        """The config's ``peak_tflops`` if it has one, else the peak of a known GPU in 16 bits."""
         if configured is not None:
             return cls(configured, "peak_tflops of the config")
         if device.type != "cuda":
@@ -128,21 +128,22 @@ class Meter:
         # times.
         shares = [waited / seconds, self.timer.take() / seconds]
         numbers = [self._work, *shares, peak_memory(self.device)]
-        own = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
-        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(ranks, own)
-        work, data, communication, memory = torch.stack(ranks, dim=1).tolist()
+        local = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
+        ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, local)
+        work, data_wait, communication, memory = torch.stack(ranks, dim=1).tolist()
         self._work = 0.0
         self.by_rank = {
-            "data_wait": data,
+            "data_wait": data_wait,
             "communication": communication,
-            "peak_memory_gb": [one / 1e9 for one in memory],
+            "peak_memory_gb": [num_bytes / 1e9 for num_bytes in memory],
         }
 
+        # A median, since a step with a compilation or a slow read says nothing of the rest.
         insort(self._step_times, seconds / steps)
         metrics = {
             "step_time": seconds / steps,
-            "data_wait": max(data),
+            "data_wait": max(data_wait),
             "communication": statistics.fmean(communication),
             "peak_memory_gb": max(memory) / 1e9,
             "eta": left * self._step_times[len(self._step_times) // 2],
@@ -161,6 +162,7 @@ def text_tokens(lengths: Sequence[int], drop: Tensor | None, null_caption: int) 
         drop: bool ``[B]`` on the CPU, True for samples that get the null caption of
             ``null_caption`` tokens instead.
     """
+    # An empty caption is one token, since attention needs a key.
     tokens = torch.tensor(lengths).clamp(min=1)
     if drop is not None:
         tokens = torch.where(drop, null_caption, tokens)

@@ -6,14 +6,13 @@ None of them ends a run. What cannot be written is logged once, and the run cont
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import logging
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -27,8 +26,6 @@ from opensora_sp.common.console import LOGGER, add_log_handler
 from opensora_sp.common.files import parse_json, read_json
 from opensora_sp.config import TrainConfig
 
-from .bucket_shares import describe_shares
-from .stall import StallMonitor
 from .trackers import Level, TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
 
 logger = logging.getLogger(__name__)
@@ -46,7 +43,7 @@ class OptionalOutputs:
 
     @contextmanager
     def of(self, output: str) -> Iterator[None]:
-        """Inside, an error ends only what is written there; the first of each output is logged."""
+        """Inside, an error ends this output alone; the first error of each is logged."""
         try:
             yield
         except Exception as error:
@@ -97,16 +94,8 @@ class Reporter:
         self._closing = ExitStack()
         self._trackers: dict[str, Tracker] = {}
         self._open_trackers(cfg, start, session)
-        self._stall = self._closing.enter_context(closing(StallMonitor(self._report_stall)))
         # disable=None: no bar unless this is a terminal.
-        bar = tqdm(
-            total=self.stop,
-            initial=start,
-            desc="train",
-            unit="step",
-            dynamic_ncols=True,
-            disable=None,
-        )
+        bar = tqdm(total=self.stop, initial=start, desc="train", unit="step", disable=None)
         self._bar = self._closing.enter_context(bar)
         self._closing.enter_context(logging_redirect_tqdm([LOGGER]))
 
@@ -126,6 +115,7 @@ class Reporter:
         if cfg.wandb:
             openers["W&B"] = lambda: WandbTracker(self.run_dir, hyperparameters)
 
+        # Each on its own: one that fails does not keep the others from opening.
         for name, opened in openers.items():
             with self.outputs.of(name):
                 tracker = opened()
@@ -137,7 +127,6 @@ class Reporter:
         """Move the progress bar to this step."""
         if self.enabled:
             self._bar.update(step - self._bar.n)
-            self._stall.step()
 
     def log(
         self,
@@ -167,7 +156,7 @@ class Reporter:
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
         """Add the numbers to the curves of the trackers."""
-        known = {name: value for name, value in values.items() if value is not None}
+        known = {name: number for name, number in values.items() if number is not None}
         self._on_trackers(lambda tracker: tracker.scalars(step, known))
 
     def _on_trackers(self, do: Callable[[Tracker], None]) -> None:
@@ -186,10 +175,6 @@ class Reporter:
             count = f"{skipped - self._skipped:g} of the steps up to {step} were skipped"
             self._alert("NaN", f"{count}: the loss or a gradient is not finite", "WARN")
         self._skipped = skipped
-
-    def _report_stall(self, seconds: float) -> None:
-        LOGGER.warning("no step has ended for %s", format_time(seconds))
-        self._alert("stalled", f"no step has ended for {format_time(seconds)}", "WARN")
 
     def end(self, step: int, stop_reason: str | None) -> None:
         """Report the end of a run, finished or asked to stop, and close all outputs."""
@@ -214,18 +199,23 @@ class Reporter:
                 # Nothing here may delay the other ranks, which learn of the error after it. So W&B
                 # is not closed either: it closes itself at exit.
                 text = f"{type(error).__name__}: {error}"
+                # A tracker may wait for a server that does not answer.
                 alert = threading.Thread(
                     target=self._alert, args=("failed", text, "ERROR"), daemon=True
                 )
                 alert.start()
                 alert.join(ALERT_TIMEOUT)
-                self._stall.close()
             raise
 
     def close(self) -> None:
         """Close all outputs, and draw ``loss.png``."""
         if self.enabled:
             self._closing.close()
+            self.draw_loss()
+
+    def draw_loss(self) -> None:
+        """Draw ``loss.png`` of the metrics so far."""
+        if self.enabled:
             with self.outputs.of("loss.png"):
                 draw_loss(self.run_dir)
 
@@ -259,12 +249,12 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     Raises:
         OSError: with the file as it was before.
     """
-    data = json.dumps(line).encode() + b"\n"
+    text = json.dumps(line).encode() + b"\n"
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
             # A disk that becomes full takes a part of it without an error.
-            if file.write(data) < len(data):
+            if file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
             with suppress(OSError):
@@ -276,8 +266,8 @@ def drop_after(step: float, path: Path) -> None:
     """Remove what a former attempt reported after the step that this one starts from."""
     if path.is_file():
         kept = [line for line in read_lines(path) if line["step"] <= step]
-        data = "".join(json.dumps(line) + "\n" for line in kept)
-        FileSystem().write_file(path, data.encode())
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        FileSystem().write_file(path, text.encode())
 
 
 def log_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | None) -> str:
@@ -296,6 +286,17 @@ def log_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | 
     if "mfu" in values:
         parts.insert(6, f"MFU {values['mfu']:.1%} of {peak_tflops:g} TFLOP/s")
     return " | ".join(parts)
+
+
+def describe_shares(numbers: Mapping[str, float | None]) -> str:
+    """The numbers of ``BucketShares.take`` on one line, the largest shares first."""
+    parts = []
+    for name, share in numbers.items():
+        kind, _, bucket = name.partition("/")
+        if kind == "share":
+            degree, idle = numbers[f"degree/{bucket}"], numbers[f"idle/{bucket}"]
+            parts.append(f"{bucket}: {share:.1%} on {degree:.2g} ranks, idle {idle:.1%}")
+    return "buckets by predicted time: " + "; ".join(parts)
 
 
 def format_time(seconds: float) -> str:
@@ -317,6 +318,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     whole = []
     for line in lines:
+        # A process may be killed while it writes a line.
         with suppress(ValueError):
             if line.endswith("\n"):
                 whole.append(parse_json(line, f"a line of {path}"))
@@ -333,27 +335,9 @@ def draw_loss(run_dir: Path) -> None:
     """Draw ``loss.png`` from the run's metrics."""
     from matplotlib.figure import Figure
 
-    with collecting_cycles():
-        figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-        plot_loss(figure.subplots(), read_metrics(run_dir), color="tab:blue", label=run_dir.name)
-        figure.savefig(run_dir / "loss.png")
-        del figure
-
-
-@contextmanager
-def collecting_cycles() -> Iterator[None]:
-    """Free what is allocated inside and forms cycles of references, in a few milliseconds.
-
-    A figure of matplotlib is such a cycle, of 6 MB. Python frees it when it collects its oldest
-    generation, which happens rarely among the many objects of a training: after twelve of them.
-    """
-    # Objects from before are passed over.
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.collect()
-        gc.unfreeze()
+    figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
+    plot_loss(figure.subplots(), read_metrics(run_dir), color="tab:blue", label=run_dir.name)
+    figure.savefig(run_dir / "loss.png")
 
 
 def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str) -> None:
@@ -389,6 +373,7 @@ class LogFile(logging.FileHandler):
 
 def log_to(run_dir: Path, *, enabled: bool) -> None:
     """Log to ``train.log`` and the terminal; other ranks show only what concerns them alone."""
+    # Root handlers of libraries would print each line twice.
     LOGGER.propagate = False
     LOGGER.handlers.clear()
     handlers: list[logging.Handler] = [logging.StreamHandler()]

@@ -9,17 +9,11 @@ from typing import Any
 
 import torch
 
-from opensora_sp.checkpoint import (
-    Weights,
-    check_model_config,
-    fitted,
-    open_weights,
-)
+from opensora_sp.checkpoint import check_model_config, fitted
 from opensora_sp.checkpoint.paths import checkpoint_step, had_checkpoints
-from opensora_sp.common.files import read_json
+from opensora_sp.common.files import check_writable, read_json
 from opensora_sp.config import TrainConfig, check_launch
-from opensora_sp.data import CachedFeatures
-from opensora_sp.data.atomic import check_writable
+from opensora_sp.data import BatchPlan, CachedFeatures
 from opensora_sp.encoders import check_packages
 from opensora_sp.features.build import (
     TrainingSet,
@@ -34,12 +28,11 @@ from opensora_sp.features.cached import check_cache, check_clips
 from opensora_sp.features.same_clips import OF_CLIPS, by_name, changes
 from opensora_sp.runtime.host_checks import check_shared_memory
 
-from .batch_sizes import provisional, recorded
-from .freeze import check_trained
-from .optimizer import check_optimizer, check_same_state
+from .memory_fit import provisional, recorded
 from .profiling import Steps
 from .resuming import find_checkpoint
 from .trackers import check_trackers
+from .trainable import check_optimizer, check_same_state, check_trained, initial_weights
 from .validation import heldout_clips, preflight_validation
 
 logger = logging.getLogger(__name__)
@@ -55,7 +48,7 @@ def preflight(
     """Check config, files, checkpoint and machine; the same on every rank.
 
     Args:
-        accept_new_data: resume also with other clips than those of the checkpoint.
+        accept_new_data: resume also with other clips than the checkpoint has.
 
     Returns:
         The dataset, and the checkpoint to resume from.
@@ -69,6 +62,7 @@ def preflight(
             "or leave --accept-new-data out"
         )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # What reads no file comes first: its errors cost no time.
     check_launch(cfg, world_size)
     check_trained(cfg)
     check_optimizer(cfg)
@@ -77,9 +71,10 @@ def preflight(
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
     state = {} if checkpoint is None else read_json(checkpoint / "state.json")
+    # Batch sizes that are left out are chosen by the memory that encoders leave.
     cfg = provisional(cfg, checkpoint)
     per_step = micro_batches_of_step(cfg, {}, world_size)
-    plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+    plan = make_plan(cfg, dataset, per_step)
     cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
         check_cache(cfg, dataset)
@@ -101,6 +96,7 @@ def preflight(
         check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         spec = cfg.model_spec
         check_model_config(checkpoint / "model", spec.model_class.__name__, spec.config)
+    # A resumed run has its weights in the checkpoint, but adapters need their base.
     if cfg.load is not None and (checkpoint is None or cfg.lora is not None):
         check_initial_weights(cfg)
     if traced is not None:
@@ -134,16 +130,13 @@ def check_resume(
     cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet, *, accept_new_data: bool = False
 ) -> None:
     """Raise ValueError if resuming would change data order or draws; warn of another loss."""
-    cfg = recorded(cfg, checkpoint)
-    state = read_json(checkpoint / "state.json")
-    # Former versions have the mean over samples.
-    former = state.get("loss_weight", "sample")
-    if former != cfg.loss_weight:
+    cfg, state, plan = _resumed(cfg, checkpoint, dataset)
+    # Former versions have the mean over samples, one order, and no accumulation_steps.
+    state = {"loss_weight": "sample", "batch_order": "by_cost", "accumulation_steps": 1, **state}
+    if state["loss_weight"] != cfg.loss_weight:
         message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
-        logger.warning(message, cfg.loss_weight, former, checkpoint)
-    plan = make_plan(
-        cfg, dataset, state["micro_batches_per_step"], num_samples=state.get("num_samples")
-    )
+        logger.warning(message, cfg.loss_weight, state["loss_weight"], checkpoint)
+
     ours = order_state(cfg, plan, len(dataset))
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
@@ -151,13 +144,36 @@ def check_resume(
     if "config" in state:
         _check_same_lora(cfg, state["config"].get("lora"), checkpoint)
         check_same_state(cfg, state["config"]["optimizer"], checkpoint)
-
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
 
 
+def nothing_left(cfg: TrainConfig, checkpoint: Path | None, dataset: TrainingSet) -> str | None:
+    """Why a run that resumes from ``checkpoint`` has no step left; None where it has some."""
+    if checkpoint is None:
+        return None
+    cfg, state, plan = _resumed(cfg, checkpoint, dataset)
+    cfg = with_length(cfg, plan)
+    if state["step"] < cfg.max_steps:
+        return None
+    key = "max_steps" if cfg.epochs is None else "epochs"
+    return (
+        f"nothing left to do: {checkpoint} is of step {state['step']}, and the run ends after "
+        f"step {cfg.max_steps}; to train longer, raise {key}"
+    )
+
+
+def _resumed(
+    cfg: TrainConfig, checkpoint: Path, dataset: TrainingSet
+) -> tuple[TrainConfig, dict[str, Any], BatchPlan]:
+    """The config with the checkpoint's batch sizes, its ``state.json``, and the run's plan."""
+    cfg, state = recorded(cfg, checkpoint), read_json(checkpoint / "state.json")
+    per_step = state["micro_batches_per_step"]
+    return cfg, state, make_plan(cfg, dataset, per_step)
+
+
 def _check_same_lora(cfg: TrainConfig, saved: dict[str, Any] | None, checkpoint: Path) -> None:
-    """Raise ValueError unless the adapters of the config are those of a checkpoint."""
+    """Raise ValueError unless a checkpoint has the adapters of the config."""
     ours = None if cfg.lora is None else cfg.lora.model_dump(mode="json")
     if ours != saved:
         raise ValueError(
@@ -175,50 +191,30 @@ def _check_same_order(
     *,
     accept_new_data: bool,
 ) -> None:
-    """Raise ValueError where seed, batches or clips are not those of a checkpoint's ``state``."""
-    if "manifest_columns" not in state:
-        logger.info(
-            "%s is of a former version, without digests of its clips: whether they are the same "
-            "is not checked",
-            checkpoint,
-        )
+    """Raise ValueError where seed, batches or clips differ from a checkpoint's ``state``."""
     columns = by_name(dataset.fingerprint)
-    # Former versions have one order, and no accumulation_steps.
-    state = {"batch_order": "by_cost", "accumulation_steps": 1, **state}
     recorded = {key: state.get(key) for key in ours} | by_name(state.get("manifest_columns", {}))
-    found = changes(ours | columns, recorded)
-    of_clips = found.keys() & {*OF_CLIPS, *columns}
+    changed = changes(ours | columns, recorded)
+    new_data = changed.keys() & {*OF_CLIPS, *columns}
 
-    if accept_new_data and found and found.keys() == of_clips:
-        logger.warning("new data accepted: %s", ", ".join(found.values()))
-    elif found:
-        accept = "accept the new clips with --accept-new-data, " if of_clips else ""
+    if accept_new_data and changed and changed.keys() == new_data:
+        logger.warning("new data accepted: %s", ", ".join(changed.values()))
+    elif changed:
+        accept = "accept the new clips with --accept-new-data, " if new_data else ""
         raise ValueError(
-            f"got {', '.join(found.values())} to resume from {checkpoint}; expected what it was "
+            f"got {', '.join(changed.values())} to resume from {checkpoint}; expected what it was "
             f"written with, which data order and random draws depend on; change it back, {accept}"
             f"or start a new run from these weights with --cfg-options load={checkpoint}"
         )
 
 
-def initial_weights(cfg: TrainConfig) -> Weights:
-    """The weights that ``cfg.load`` names, in any layout; of a run's checkpoint not the EMA."""
-    assert cfg.load is not None
-    return open_weights(cfg.load, allow_pickle=cfg.allow_pickle)
-
-
 def check_initial_weights(cfg: TrainConfig) -> None:
     """Raise ValueError if ``cfg.load`` cannot be read, or holds weights of another model."""
-    weights = initial_weights(cfg)
-    spec = cfg.model_spec
-    # Adapters are for whole weights: checkpoints do not have what is initialized here.
-    of_base = cfg.lora is None
+    weights, spec = initial_weights(cfg), cfg.model_spec
+    # Adapters are for whole weights: checkpoints hold nothing that is initialized here.
+    options: dict[str, Any] = dict(convert=cfg.convert, allow_base=cfg.lora is None)
     if weights.config is not None:
-        check_model_config(
-            weights.path,
-            spec.model_class.__name__,
-            spec.config,
-            convert=cfg.convert,
-            of_base=of_base,
-        )
+        check_model_config(weights.path, spec.model_class.__name__, spec.config, **options)
+    # Names and shapes are enough.
     with torch.device("meta"):
-        fitted(weights, spec.build(), convert=cfg.convert, of_base=of_base)
+        fitted(weights, spec.build(), **options)

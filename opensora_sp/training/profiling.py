@@ -79,6 +79,7 @@ class StepProfiler:
     def step(self, number: int) -> Iterator[None]:
         """Around each step of the run."""
         if self.steps is not None and number == self.steps.first:
+            # Hooks cost time in each forward pass, so only traced steps have them.
             self._contexts.enter_context(named_regions(self.model))
             self._profile = self._contexts.enter_context(profile())
         yield
@@ -126,6 +127,7 @@ def _name_calls(name: str, module: nn.Module, hooks: ExitStack) -> None:
         region.close()
 
     hooks.callback(module.register_forward_pre_hook(enter).remove)
+    # Also after an error, which would leave the region open.
     hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
 
 

@@ -1,4 +1,4 @@
-"""Which micro-batches a rank computes, and in which group."""
+"""Assign micro-batches to ranks: the sampler of a rank, with the group that computes each."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ from collections.abc import Container
 from typing import Any
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import (
-    Assigned,
-    BatchPlan,
-    BucketPlan,
-    ReadRequest,
-    ReplicaBatches,
-    ScheduledBatches,
-)
+from opensora_sp.data import BatchPlan, ReplicaBatches, ScheduledBatches
 from opensora_sp.data.sampler import RankBatches
-from opensora_sp.features.build import Work
-from opensora_sp.features.group_seconds import GroupSeconds
+from opensora_sp.features.build import GroupSeconds, Work
 from opensora_sp.features.sharded import ShardedEncoder
-from opensora_sp.parallel import Options, SequenceMesh
-from opensora_sp.parallel.rank_groups import group_sizes
+from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.run_estimator import RunEstimator
 
-from .activations import estimator_of
+from .memory_fit import buckets_with_clips, degrees_of_bucket, estimator_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +47,6 @@ def make_rank_batches(
             request_of=encoder.request,
         )
 
-    def request_of(assigned: Assigned) -> ReadRequest:
-        request = encoder.request(assigned.micro_batch, assigned.group)
-        return request._replace(group=assigned.group)
-
     options: dict[str, Any] = dict(ranks_per_node=mesh.ranks_per_node)
     # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
     if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
@@ -71,42 +58,35 @@ def make_rank_batches(
         rank=mesh.rank,
         family=mesh.family,
         seconds=GroupSeconds(cfg, work, **options),
-        request_of=request_of,
+        request_of=encoder.request,
     )
 
 
-def buckets_with_clips(plan: BatchPlan) -> set[str] | None:
-    """Names of the buckets that clips fall into in some epoch; None without buckets."""
-    return plan.buckets_with_clips if isinstance(plan, BucketPlan) else None
-
-
 def _least_ranks(
-    cfg: TrainConfig,
-    mesh: SequenceMesh,
-    run: RunEstimator,
-    buckets: Container[str] | None = None,
+    cfg: TrainConfig, mesh: SequenceMesh, run: RunEstimator, buckets: Container[str] | None = None
 ) -> dict[str, int]:
     """By bucket, the fewest ranks whose memory its batches fit into.
 
     Args:
-        buckets: names of those with clips; None for all.
+        buckets: names of the buckets with clips; None for all.
 
     Raises:
         ValueError: on all ranks, if the batches of a bucket fit on no group that they may run on.
     """
-    degrees = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
-    found, lacking = {}, []
+    least: dict[str, int] = {}
+    lacking: list[str] = []
     for name, batch in batches_by_name(cfg).items():
         if buckets is not None and name not in buckets:
             continue
-        sizes = [degrees[name]] if name in degrees else group_sizes(mesh.family)
+        sizes = degrees_of_bucket(cfg, mesh, name)
         ranks = least_ranks(run, batch, sizes)
         if ranks is None:
             plural = "s" * (max(sizes) > 1)
             lacking.append(f"{name} ({batch.batch_size} clips on {max(sizes)} rank{plural})")
         else:
-            found[name if cfg.bucket_config is not None else ""] = ranks
+            least[name if cfg.bucket_config is not None else ""] = ranks
 
+    # All buckets at once, so that one start shows everything to change.
     if lacking:
         raise ValueError(
             f"got {run.memory / 1e9:.2f} GB of a device, into which no batch of these fits: "
@@ -115,40 +95,7 @@ def _least_ranks(
             f"{run.memory / 1e9:.0f}GB chooses both), set grad_checkpoint='auto', or start more "
             "processes"
         )
-    several = [f"{name or 'a step'}: {ranks}" for name, ranks in found.items() if ranks > 1]
+    several = [f"{name or 'a step'}: {ranks}" for name, ranks in least.items() if ranks > 1]
     if several:
         logger.info("fewest ranks that batches fit on: %s", ", ".join(several))
-    return found
-
-
-def schedule_state(
-    mesh: SequenceMesh, options: Options, rank_batches: RankBatches
-) -> dict[str, Any]:
-    """On what it depends which rank computes what, beside the seed and the step; for a checkpoint.
-
-    Micro-batches, losses and draws depend on none of it, except for rounding. With one degree for
-    all, the cost model still chooses the strategy by which ranks share a batch.
-    """
-    found: dict[str, Any] = {"cost_model": options.cost_model.to_dict()}
-    if isinstance(rank_batches, ScheduledBatches):
-        seconds = rank_batches.seconds
-        assert isinstance(seconds, GroupSeconds)
-        found |= {
-            "world_size": mesh.world_size,
-            "ranks_per_node": mesh.ranks_per_node,
-            "least_ranks": dict(seconds.least_ranks),
-            "degrees": dict(seconds.degrees),
-        }
-    return {"schedule": found}
-
-
-def warn_of_other_schedule(state: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Log if a run resumes with groups or strategies that are chosen by something else."""
-    former, now = state.get("schedule", {}), ours["schedule"]
-    changed = [name for name in now if name in former and former[name] != now[name]]
-    if changed:
-        logger.info(
-            "resumed with another %s: micro-batches are the same; groups of ranks, or the way in "
-            "which they share a batch, may be others, so that sums are rounded in another order",
-            " and ".join(changed).replace("_", " "),
-        )
+    return least

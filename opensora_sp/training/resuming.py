@@ -1,6 +1,7 @@
-"""Which checkpoint a run resumes from: the newest that is whole, finite and equal on all ranks.
+"""Which checkpoint a run resumes from: the newest that is whole and equal on all ranks.
 
-A checkpoint that contradicts its own digests is set aside. One that cannot be read now, or is of
+Saves refuse weights that are not finite, so a whole checkpoint is finite. One that contradicts its
+own digests is set aside. One that cannot be read now, or is of
 another format, is passed over and stays as it is. Where a checkpoint was once committed and none
 can be resumed, every start raises an error, until the user asks for a start from step 0.
 """
@@ -20,17 +21,11 @@ from opensora_sp.checkpoint import (
     committed_checkpoints,
     newest_checkpoint,
     on_rank_0,
-    open_adapters,
-    open_weights,
-    set_aside,
     verify,
 )
-from opensora_sp.checkpoint.adapters import find_adapters
-from opensora_sp.checkpoint.folder import reading
+from opensora_sp.checkpoint.folder import read_commit, set_aside
 from opensora_sp.checkpoint.hub import describe_missing
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
-from opensora_sp.checkpoint.writer import all_finite
-from opensora_sp.common.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +45,8 @@ def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
     if resume == "auto":
         return find_good(run_dir, thorough=False).or_raise(run_dir)
 
-    found = newest_checkpoint(Path(resume))
-    if found is None:
+    checkpoint = newest_checkpoint(Path(resume))
+    if checkpoint is None:
         reason = "holds no committed checkpoint"
         if not Path(resume).exists():
             reason = f"is not on disk ({describe_missing(resume)})"
@@ -59,15 +54,16 @@ def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
             f"got checkpoint path {resume!r}, which {reason}; expected a folder step_... or a "
             "run's folder; check the path"
         )
-    _check_newest(found, run_dir)
-    verify(found, thorough=False)
-    return found
+    _check_newest(checkpoint, run_dir)
+    verify(checkpoint, thorough=False)
+    return checkpoint
 
 
 def _check_newest(checkpoint: Path, run_dir: Path) -> None:
     """Raise ValueError if ``run_dir`` holds a checkpoint of a later step."""
     step = checkpoint_step(checkpoint) or 0
-    newer = [one for one in committed_checkpoints(run_dir) if (checkpoint_step(one) or 0) > step]
+    committed = committed_checkpoints(run_dir)
+    newer = [folder for folder in committed if (checkpoint_step(folder) or 0) > step]
     if newer:
         raise ValueError(
             f"got --resume {checkpoint} while {run_dir} holds newer checkpoints, up to "
@@ -78,7 +74,7 @@ def _check_newest(checkpoint: Path, run_dir: Path) -> None:
 
 @dataclass
 class Search:
-    """The newest good checkpoint of a run, and what is wrong with the newer ones."""
+    """The newest good checkpoint of a run, and the errors of newer ones."""
 
     checkpoint: Path | None = None
     problems: dict[Path, ValueError] = field(default_factory=dict)
@@ -102,58 +98,22 @@ class Search:
 
 
 def find_good(run_dir: Path, *, thorough: bool = True) -> Search:
-    """Look for the newest checkpoint that is whole and finite; changes nothing.
+    """Look for the newest checkpoint that is whole; changes nothing.
 
     Args:
         thorough: read all of a checkpoint; otherwise see ``verify``.
     """
     search = Search()
+    # An older checkpoint costs steps, so the newest that is good is taken.
     for candidate in reversed(committed_checkpoints(run_dir)):
         try:
             verify(candidate, thorough=thorough)
-            if thorough:
-                with reading(candidate):
-                    check_finite(candidate)
         except ValueError as error:
             search.problems[candidate] = error
         else:
             search.checkpoint = candidate
             break
     return search
-
-
-def check_finite(checkpoint: Path) -> None:
-    """Raise ValueError if what was trained in a verified checkpoint is not finite.
-
-    Frozen weights and buffers may be infinite, such as masks.
-    """
-    trained = _trained_names(checkpoint / "state.json")
-    for part in ("model", "ema", "optimizer.safetensors"):
-        path = checkpoint / part
-        is_lora = find_adapters(path) is not None
-        opened = open_adapters(str(path)).weights if is_lora else open_weights(path)
-        for name, stored in opened.tensors.items():
-            is_trained = name in trained or part == "optimizer.safetensors"
-            if is_trained and not all_finite([stored.read()]):
-                raise ValueError(
-                    f"got NaN or infinity in {name} of {checkpoint / part}; expected numbers; "
-                    "resume from another checkpoint"
-                )
-
-
-def _trained_names(file: Path) -> set[str]:
-    """The parameters in the groups of a ``state.json``."""
-    trained: set[str] = set()
-    state = read_json(file)
-    try:
-        for group in state["parameter_groups"]:
-            trained.update(group["parameters"])
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"got {file} without parameter_groups; expected what a training saves; resume from "
-            "another checkpoint"
-        ) from None
-    return trained
 
 
 def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | None) -> Path | None:
@@ -168,17 +128,17 @@ def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | N
     Raises:
         ValueError: if ranks see different checkpoints, or none is good; for "none", if one is.
     """
+    # Each rank has looked by itself, and file systems may lag behind each other.
     agree_on(checkpoint)
     chosen: list[Path | None] = [checkpoint]
     with on_rank_0("checking a checkpoint") as is_rank_0:
         if is_rank_0 and resume == "auto":
+            # Reading all files takes long, so rank 0 does it for all.
             chosen = [_choose_good(run_dir)]
         elif is_rank_0 and resume == "none":
             _set_all_aside(run_dir)
         elif is_rank_0 and checkpoint is not None:
             verify(checkpoint)
-            with reading(checkpoint):
-                check_finite(checkpoint)
 
     dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
@@ -197,7 +157,7 @@ def _choose_good(run_dir: Path) -> Path | None:
 
 
 def _set_all_aside(run_dir: Path) -> None:
-    """Begin anew in a folder without a good checkpoint; what is left of others is kept."""
+    """Begin anew in a folder without a good checkpoint; the rest of others is kept."""
     good = find_good(run_dir).checkpoint
     if good is not None:
         raise ValueError(
@@ -207,14 +167,15 @@ def _set_all_aside(run_dir: Path) -> None:
 
     for folder in all_checkpoints(run_dir):
         logger.warning("%s is set aside as %s", folder, set_aside(folder, "previous").name)
+    # It would be a trace of checkpoints that can no longer be resumed.
     (run_dir / "latest").unlink(missing_ok=True)
 
 
 def agree_on(checkpoint: Path | None) -> None:
     """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
-    own = None if checkpoint is None else (checkpoint.name, (checkpoint / "COMMIT").read_text())
+    local = None if checkpoint is None else (checkpoint.name, read_commit(checkpoint))
     seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, own)
+    dist.all_gather_object(seen, local)
 
     if any(other != seen[0] for other in seen):
         names = [None if other is None else other[0] for other in seen]

@@ -19,14 +19,14 @@ from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
-from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks
 from opensora_sp.runtime.run_lock import RunLock
+from opensora_sp.runtime.run_store import RunStore
 from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
 from .determinism import use_deterministic_kernels
-from .ending import nothing_left
 from .metrics import log_to
-from .preflight import check_resume, compared_clips, preflight
+from .preflight import check_resume, compared_clips, nothing_left, preflight
 from .profiling import Steps
 from .resuming import choose_checkpoint
 from .trainer import Trainer
@@ -76,13 +76,16 @@ def train(
             compared[RANKS_OF_HOST] = os.environ.get(RANKS_OF_HOST, UNSET)
     from opensora_sp.plugin import current_device, launch
 
-    launch(cfg.seed, compared, timeout=backend_timeout(cfg.collective_timeout))
-    run_dir = Path(cfg.outputs)
-    with closing_process_group(), _watchdog(cfg) as watch, _locked(run_dir):
+    run_dir, store = Path(cfg.outputs), join_rendezvous(compared)
+    with ExitStack() as run:
+        run.enter_context(closing_process_group())
+        watch = run.enter_context(_watchdog(cfg, store))
+        launch(cfg.seed, store, timeout=backend_timeout(cfg.collective_timeout))
+        run.enter_context(_locked(run_dir))
         _open_run_dir(cfg, run_dir)
         agree_on_clips(compared_clips(cfg, dataset))
-        found, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
-        if checkpoint is not None and checkpoint != found:
+        checked, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        if checkpoint is not None and checkpoint != checked:
             check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         idle = nothing_left(cfg, checkpoint, dataset)
         if idle is not None:
@@ -110,15 +113,16 @@ def train(
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder, by rank 0; its error is raised on every rank. Collective."""
-    with ExitStack() as held:
+    with ExitStack() as locks:
         with on_rank_0("locking the run's folder") as is_rank_0:
             if is_rank_0:
-                held.enter_context(RunLock(run_dir))
+                locks.enter_context(RunLock(run_dir))
         yield
 
 
-def _watchdog(cfg: TrainConfig) -> Watchdog:
+def _watchdog(cfg: TrainConfig, store: RunStore | None) -> Watchdog:
     return Watchdog(
+        store,
         peer_timeout=cfg.peer_timeout,
         collective_timeout=cfg.collective_timeout,
         grace_time=cfg.grace_time,

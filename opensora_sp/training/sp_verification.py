@@ -56,6 +56,7 @@ def verify_config(
     results = mp.get_context("spawn").SimpleQueue()
     shape = small_shape(cfg, ranks, max_tokens)
     with TemporaryDirectory() as folder:
+        # A file, since a port may be taken meanwhile.
         store = f"file://{folder}/store"
         mp.spawn(_verify_on, (ranks, store, cfg, depth, shape, results), nprocs=ranks)
     return shape, config_strategy(cfg, ranks, shape), results.get()
@@ -70,6 +71,7 @@ def _verify_on(
     shape: LatentShape,
     results: Any,
 ) -> None:
+    # More threads than cores make each rank slower.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
 
@@ -130,6 +132,7 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
     fill_zero_parameters(model, std=0.02)
     if cfg.lora is not None:
         with torch.device("meta"):
+            # The small model may lack blocks that the config names.
             targets = targets_of_any_block(spec.build(), cfg.lora.targets)
         add_lora(model, rank=cfg.lora.rank, alpha=cfg.lora.alpha, targets=targets)
         fill_zero_parameters(model, std=0.02)
@@ -146,13 +149,13 @@ def fill_zero_parameters(model: nn.Module, *, std: float) -> None:
             parameter.normal_(std=std)
 
 
-def small_batch(model: Any, shape: LatentShape, num_frames: int | None = None) -> dict[str, Any]:
+def small_batch(model: Any, latents: LatentShape, num_frames: int | None = None) -> dict[str, Any]:
     """Inputs drawn for ``forward``.
 
     Args:
-        num_frames: of the video, for models with an input of each; by default those of the latents.
+        num_frames: of the video, for models with an input of each; by default as of latents.
     """
-    num_samples, frames, height, width = shape
+    num_samples, frames, height, width = latents
     config, double = model.config, torch.float64
     generator = torch.Generator().manual_seed(0)
 
@@ -176,5 +179,5 @@ def small_batch(model: Any, shape: LatentShape, num_frames: int | None = None) -
         inputs[name] = torch.full((num_samples,), sides[name], dtype=double)
     size = frames, height, width
     shapes = extra_shapes(model.extra_inputs, config, num_frames or frames, size)
-    inputs |= {name: normal(num_samples, *one) for name, one in shapes.items()}
+    inputs |= {name: normal(num_samples, *shape) for name, shape in shapes.items()}
     return inputs

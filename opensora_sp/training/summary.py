@@ -1,56 +1,105 @@
-"""A run as a whole: first lines of its log, entry in ``sessions.jsonl``, ``summary.json``."""
+"""A run as a whole: first and last lines of its log, ``sessions.jsonl``, ``summary.json``, and the
+config and the command to sample from it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+import os
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from opensora_sp.checkpoint import find_weights, newest_checkpoint
+from opensora_sp.config import TrainConfig, dump_config, unused_settings
 from opensora_sp.config.schedule import describe_schedule
-from opensora_sp.config.unused import unused_settings
+from opensora_sp.config.sections import Validation
+from opensora_sp.data import BatchPlan, Manifest
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.parallel import CommLedger, Options
+from opensora_sp.features.build import TrainingSet
+from opensora_sp.features.corrupt_samples import CorruptSamples
+from opensora_sp.models.base import ConditionedModel
+from opensora_sp.parallel import CommLedger, Options, SequenceMesh
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.rank_groups import group_sizes
-from opensora_sp.parallel.strategies import (
-    SwitchRows,
-    chunk_costs,
-    fewest_rows,
-    strategy_for,
-    with_chunks,
-)
+from opensora_sp.parallel.strategies import strategy_for, with_chunks
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .checkpointing import TrainingState
+from .meter import Peak
+from .metrics import format_time, read_lines
+from .validation import sampling_config
 
 logger = logging.getLogger(__name__)
+# In a run's folder: a config to sample from it.
+SAMPLING = "sample.py"
 
 
-def log_setup(trainer: Trainer, run_dir: Path) -> None:
-    """Log processes, model, micro-batches and the peak for MFU, with warnings about them."""
-    cfg, mesh, plan = trainer.cfg, trainer.mesh, trainer.plan
-    name = type(trainer.module).__name__
-    millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
+@dataclass(frozen=True)
+class RunSetup:
+    """The parts of a run that its summary describes.
+
+    Attributes:
+        options: of sequence parallelism.
+        peak: of a device.
+    """
+
+    cfg: TrainConfig
+    mesh: SequenceMesh
+    options: Options
+    tensors: TrainingState
+    dataset: TrainingSet
+    plan: BatchPlan
+    peak: Peak
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.tensors.module.parameters()).device
+
+    def session(self) -> dict[str, Any]:
+        """The entry of ``sessions.jsonl`` for one attempt at the run, without its steps."""
+        on_cuda = self.device.type == "cuda"
+        return {
+            "model": self.cfg.model["type"],
+            "parameters": sum(p.numel() for p in self.tensors.module.parameters()),
+            "precision": self.cfg.precision,
+            "dp_size": self.mesh.dp_size,
+            "sp_size": self.cfg.sp_size,
+            "device": torch.cuda.get_device_name(self.device) if on_cuda else "CPU",
+            "peak_tflops": self.peak.tflops,
+        }
+
+
+def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
+    """Log processes, model, micro-batches and the peak for MFU, with warnings about them.
+
+    Args:
+        start: steps that the run has done before.
+    """
+    cfg, mesh, plan, module = run.cfg, run.mesh, run.plan, run.tensors.module
     processes = f"dp_size {mesh.dp_size} x sp_size {mesh.sp_size} processes"
     if not isinstance(cfg.sp_size, int):
         sizes = ", ".join(map(str, group_sizes(mesh.family)))
         processes = f"{mesh.world_size} processes in groups of {sizes}"
     logger.info("run folder %s", run_dir)
-    logger.info("%s, %s", processes, trainer.device.type)
-    logger.info("%s, %.1f M parameters, %s", name, millions, cfg.precision)
-    if trainer.tensors.lora is not None:
-        lora = trainer.tensors.lora
-        trained = sum(p.numel() for p in trainer.tensors.shards.working.values())
+    logger.info("%s, %s", processes, run.device.type)
+    millions = sum(p.numel() for p in module.parameters()) / 1e6
+    logger.info("%s, %.1f M parameters, %s", type(module).__name__, millions, cfg.precision)
+    lora = run.tensors.lora
+    if lora is not None:
+        trained = sum(p.numel() for p in run.tensors.shards.working.values())
         message = "LoRA of rank %d in %d layers: %.1f M trained parameters, on the weights of %s"
         logger.info(message, lora.rank, len(lora.layers), trained / 1e6, lora.base.name)
 
+    # Settings without effect are a frequent mistake.
     unused = unused_settings(cfg, max(group_sizes(mesh.family)))
-    for line in [*describe_schedule(cfg), *describe_exchanges(trainer), *unused]:
+    exchanges = describe_exchanges(cfg, mesh, module, run.options)
+    for line in [*describe_schedule(cfg), *exchanges, *unused]:
         logger.info("%s", line)
 
     if not cfg.schedules_groups and plan.micro_batches_per_step % mesh.dp_size:
@@ -60,87 +109,115 @@ def log_setup(trainer: Trainer, run_dir: Path) -> None:
             plan.micro_batches_per_step,
             mesh.dp_size,
         )
-    logger.info("%s", trainer.meter.peak)
-    for line in plan.describe(trainer.start):
+    for line in [str(run.peak), *plan.describe(start)]:
         logger.info("%s", line)
-    if not any(trainer.dataset.rows.texts):
+    if not any(run.dataset.rows.texts):
         logger.warning(
             "none of the %d clips has a caption, so the model learns nothing of text; make the "
             "manifest with opensora-sp index --captions FILE",
-            len(trainer.dataset),
+            len(run.dataset),
         )
 
 
-def describe_exchanges(trainer: Trainer) -> list[str]:
-    """Whether exchanges are sent in chunks, and why; nothing on one rank to a batch.
+def describe_exchanges(
+    cfg: TrainConfig, mesh: SequenceMesh, module: ConditionedModel, options: Options
+) -> list[str]:
+    """For each degree, how ranks share the largest batches; nothing on one rank to a batch."""
+    config: Any = module.config
+    latent_size = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
+    shape = BatchShape.of(config, cfg.batch_size, latent_size)
+    lines: list[str] = []
 
-    Where a degree is chosen for each micro-batch, there is a line on chunks for each degree.
-    """
-    mesh, options = trainer.mesh, trainer.options
-    if mesh.sp_size == 1:
-        return []
+    for degree in group_sizes(mesh.family):
+        if degree == 1:
+            continue
+        # Groups of a fixed degree may span nodes that are larger than the degree.
+        spans_nodes = mesh.spans_nodes if degree == mesh.sp_size else degree > mesh.ranks_per_node
+        in_group = replace(options, spans_nodes=spans_nodes)
 
-    lines = list[str]()
-    degrees = [size for size in group_sizes(mesh.family) if size > 1]
-    for degree in degrees:
-        where = f" on {degree} ranks" if len(degrees) > 1 else ""
-        lines.append(f"exchanges in chunks{where}: {_describe_chunks(trainer, options, degree)}")
+        strategy = strategy_for(shape, in_group, degree)
+        element_size = module.dtype.itemsize
+        chunks = with_chunks(in_group, shape, degree, element_size=element_size).num_chunks
+        pieces = "one piece" if chunks == 1 else f"{chunks} chunks"
+        setting = f"overlap_chunks={options.overlap_chunks!r}"
+        lines.append(
+            f"{degree} ranks share a batch by {strategy.label!r}, exchanges in {pieces} ({setting})"
+        )
     return lines
 
 
-def _describe_chunks(trainer: Trainer, options: Options, ranks: int) -> str:
-    """The number of chunks for the largest batches on so many ranks, and what decides it."""
-    cfg, mesh = trainer.cfg, trainer.mesh
-    config: Any = trainer.module.config
-    latent_size = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
-    shape = BatchShape.of(config, cfg.batch_size, latent_size)
-    # Groups of a fixed degree may span nodes that are larger than the degree.
-    spans_nodes = mesh.spans_nodes if ranks == mesh.sp_size else ranks > mesh.ranks_per_node
-    options = replace(options, spans_nodes=spans_nodes)
-    strategy = strategy_for(shape, options, ranks)
-    if strategy is not SwitchRows or not shape.alternates:
-        return f"off: with the strategy {strategy.label!r}, no tokens switch between blocks"
+def write_sampling_config(cfg: TrainConfig, run_dir: Path, clips: Manifest) -> None:
+    """Write a config to sample from the run, with the sampling options of its validation.
 
-    element_size = trainer.module.dtype.itemsize
-    chosen = with_chunks(options, shape, ranks, element_size=element_size).num_chunks
-    costs = chunk_costs(options, shape, ranks, element_size=element_size)
-    setting = f"overlap_chunks={options.overlap_chunks!r}"
-    most = max(1, fewest_rows(shape, ranks))
-    limit = f", but {most} where a rank has no more rows" if most < chosen else ""
-    return f"{'off' if chosen == 1 else chosen} ({setting}){limit}: {costs.describe()}"
+    Without validation, videos have the frame rate of the median clip, if the manifest has any.
+    """
+    update: dict[str, Any] = {"prompts": [], "outputs": str(run_dir / "samples")}
+    validation = cfg.validation
+    if validation is None:
+        validation = Validation(every=1, prompts=["TEXT"])
+        rates = clips.column("fps")
+        rates = rates[rates > 0]  # NaN where unknown, and of images
+        if len(rates) > 0:
+            update["fps"] = float(np.median(rates)) / cfg.dataset.frame_interval
+
+    sampling = sampling_config(cfg, validation).model_copy(update=update)
+    (run_dir / SAMPLING).write_text(dump_config(sampling), encoding="utf-8")
 
 
-def session_of(trainer: Trainer) -> dict[str, Any]:
-    """What ``sessions.jsonl`` records of one attempt at a run, beside its steps."""
-    on_cuda = trainer.device.type == "cuda"
-    return {
-        "model": trainer.cfg.model["type"],
-        "parameters": sum(p.numel() for p in trainer.module.parameters()),
-        "precision": trainer.cfg.precision,
-        "dp_size": trainer.mesh.dp_size,
-        "sp_size": trainer.cfg.sp_size,
-        "device": torch.cuda.get_device_name(trainer.device) if on_cuda else "CPU",
-        "peak_tflops": trainer.meter.peak.tflops,
-    }
-
-
-def write_summary(trainer: Trainer, run_dir: Path, counter: CommLedger) -> None:
+def write_summary(
+    run: RunSetup, run_dir: Path, counter: CommLedger, corrupt: CorruptSamples
+) -> None:
     """Write ``summary.json``: what the ranks sent each other, and what was read. Rank 0 writes."""
-    corrupt = trainer.corrupt.found
     switches = counter.calls["switch", "forward"]
     summary = {
-        "dp_size": trainer.mesh.dp_size,
-        "sp_size": trainer.cfg.sp_size,
+        "dp_size": run.mesh.dp_size,
+        "sp_size": run.cfg.sp_size,
         "switches": switches,
         "elements_sent": {" ".join(key): count for key, count in sorted(counter.elements.items())},
-        "files_read": dict(trainer.corrupt.files_read),
-        "broken_clips": corrupt,
-        "sync_check": trainer.sync_check.cost,
+        "files_read": dict(corrupt.files_read),
+        "broken_clips": corrupt.found,
     }
     logger.info("done: %d layout switches between the ranks of this replica", switches)
-    if corrupt:
-        logger.warning("%d clips could not be read and were substituted", len(corrupt))
+    if corrupt.found:
+        logger.warning("%d clips could not be read and were substituted", len(corrupt.found))
 
     if dist.get_rank() == 0:
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         (run_dir / "summary.json").write_text(text, encoding="utf-8")
+
+
+def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: float) -> None:
+    """Log the end of a finished run: steps, time, last loss, checkpoint, how to sample from it.
+
+    Args:
+        last_loss: None if no step since the line of the log before was finite.
+    """
+    loss = "no finite loss" if last_loss is None else f"last loss {last_loss:.4f}"
+    steps = f"{cfg.max_steps} of {cfg.max_steps} steps"
+    heldout = ""
+    for line in read_lines(run_dir / "validation.jsonl")[-1:]:
+        heldout = f" | held-out loss {line['loss']:.4f} (step {line['step']})"
+    logger.info("finished: %s | %s | %s%s", steps, format_time(seconds), loss, heldout)
+    logger.info("checkpoint: %s", newest_checkpoint(run_dir))
+
+    weights = ["--ckpt", str(run_dir)]
+    if cfg.lora is not None:
+        assert cfg.load is not None
+        # Of a run, training has loaded the trained weights, sampling would load their average.
+        base = find_weights(cfg.load, allow_pickle=cfg.allow_pickle)
+        weights = ["--ckpt", str(base), "--lora", str(run_dir)]
+    command = ["opensora-sp", "sample", str(run_dir / SAMPLING), *weights, "--prompt", "TEXT"]
+    logger.info("sample from it: %s", _from_anywhere(command))
+
+
+def _from_anywhere(command: list[str]) -> str:
+    """A command for a shell whose folder may be another one, as after ``my_project/run.sh``.
+
+    Its paths, and those in configs, are relative to the working directory of this process. One
+    that has been removed cannot be entered.
+    """
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        return shlex.join(command)
+    return f"{shlex.join(['cd', folder])} && {shlex.join(command)}"

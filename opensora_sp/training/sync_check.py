@@ -6,14 +6,23 @@ be its fp32 master weights, rounded. The batches of a sequence-parallel group mu
 its ranks, and others in each group.
 
 Master weights, moments and EMA weights exist once, so there is nothing to compare them with.
+
+Tensors are compared by digests. The bits of the elements are integers ``x_0, x_1, ...``, and the
+digest is the sum of ``(2k + 1) * x_k`` modulo 2**64. For up to 2**32 elements of up to four bytes:
+
+* An element that changes by ``d`` changes the digest by ``(2k + 1) * d``. That is no multiple of
+  2**64, because the first factor is odd and ``0 < |d| < 2**32``.
+* Swapping elements ``k`` and ``l`` changes it by ``2 * (k - l) * (x_l - x_k)``. The factors
+  contain two at most 32 and 31 times, so this is no multiple of 2**64 either.
+
+Elements of eight bytes count as two of four bytes, so each flipped bit changes the digest as well.
+Sums of integers do not depend on their order, and nothing is rounded.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +30,15 @@ from torch import Tensor, nn
 
 from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.parallel.rank_groups import RankGroup, groups_with
+from opensora_sp.parallel.rank_groups import RankGroup
 
-from .digest import digest
+NamedDigests = list[tuple[str, Tensor]]
 
-Batches: TypeAlias = dict[RankGroup, list[tuple[str, Tensor]]]
-
+# Elements that are summed at a time, by the type of the device: few launches, or what caches hold.
+# They take at most 20 bytes each in addition to the tensor, on CUDA 84 MB.
+PIECE = {"cuda": 1 << 22, "cpu": 1 << 16}
+# By the bytes of an element; larger ones are read as several integers.
+_INTEGERS = {1: torch.int8, 2: torch.int16}
 _ADVICE = (
     "resume from a checkpoint before this step with --resume PATH, and look for a faulty device "
     "or code that changes one rank alone"
@@ -34,11 +46,9 @@ _ADVICE = (
 
 
 class SyncCheck:
-    """Compares digests of weights and batches between ranks, every so many steps.
+    """Compares digests of weights and batches between ranks, every so many steps. Collective.
 
-    Three numbers of each rank, or two and one for each of its groups, are computed on its device
-    and gathered from all, and the host reads them once. Where they differ, the digests of single
-    tensors are gathered, to find the first that differs. Collective.
+    Each rank sends a digest for each tensor of the model and of its batches.
 
     Args:
         module: whose parameters and buffers are compared, by name.
@@ -47,25 +57,11 @@ class SyncCheck:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        mesh: SequenceMesh,
-        every: int,
-        shards: NamedShards | None = None,
+        self, module: nn.Module, mesh: SequenceMesh, every: int, shards: NamedShards | None = None
     ) -> None:
         self.module, self.mesh, self.every, self.shards = module, mesh, every, shards
-        self.cost: dict[str, float] = {
-            "checks": 0,
-            "bytes_read": 0,
-            "bytes_sent": 0,
-            "seconds": 0.0,
-        }
         # Tensors of the step's micro-batches in each group, with their digests.
-        self._batches: Batches = {}
-        # Of each group, how many larger ones contain it.
-        self._levels: dict[RankGroup, int] = {}
-        for rank in range(mesh.world_size):
-            self._levels |= {one: n for n, one in enumerate(groups_with(rank, mesh.family))}
+        self._batches: dict[RankGroup, NamedDigests] = {}
 
     def due(self, step: int) -> bool:
         return self.every > 0 and (step + 1) % self.every == 0
@@ -73,9 +69,10 @@ class SyncCheck:
     def see(self, step: int, batch: Mapping[str, Any]) -> None:
         """Add the digests of a micro-batch of the current group, if the step is checked."""
         if self.due(step):
-            tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor)}
-            with self._timed():
-                self._batches.setdefault(self.mesh.group, []).extend(self._digests(tensors))
+            digests = self._batches.setdefault(self.mesh.group, [])
+            for name, tensor in batch.items():
+                if isinstance(tensor, Tensor):
+                    digests.append((name, digest(tensor)))
 
     def compare(self, step: int) -> None:
         """Compare weights and batches of a step, if it is checked; call it before the update.
@@ -86,178 +83,116 @@ class SyncCheck:
         """
         if not self.due(step):
             return
-        with self._timed():
-            tensors = self._replicated()
-            weights = self._digest(tensors)
-            batches, self._batches = self._batches, {}
-            of_groups = [_combined(batches.get(one.ranks, []), weights) for one in self.mesh.own]
-            # Ranks may be in different numbers of groups.
-            missing = max(self._levels.values()) + 1 - len(of_groups)
-            of_groups += [torch.zeros_like(weights)] * missing
-            own = torch.stack([weights, self._unlike_masters(), *of_groups])
+        batches, self._batches = self._batches, {}
+        weights = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        unlike_masters = self._unlike_masters()
+        digests = [digest(tensor) for tensor in weights.values()]
+        columns = self._gathered([*digests, *unlike_masters.values()])
 
-            of_all = own.new_empty(own.numel() * self.mesh.world_size)
-            dist.all_gather_into_tensor(of_all, own)
-            of_weights, of_masters, *of_batches = of_all.view(-1, own.numel()).T.tolist()
-        self.cost["bytes_sent"] += own.nbytes * (self.mesh.world_size - 1)
-        self.cost["checks"] += 1
+        for name, column in zip(weights, columns):
+            if len(set(column)) > 1:
+                raise _difference("weight", name, column, range(len(column)), step)
+        for name, column in zip(unlike_masters, columns[len(weights) :], strict=True):
+            if any(column):
+                ranks = [rank for rank, differs in enumerate(column) if differs]
+                raise ValueError(
+                    f"got a part of the working weight {name!r} on ranks {ranks} that is not the "
+                    f"fp32 master weight there, in step {step + 1}; expected that, rounded to the "
+                    f"precision of the training; {_ADVICE}"
+                )
+        self._compare_batches(batches, step)
 
-        everyone = range(self.mesh.world_size)
-        if len(set(of_weights)) > 1:
-            self._refuse("weight", self._digests(tensors), everyone, step)
-            self._refuse_once("weights", of_weights, step)
-        if any(of_masters):
-            self._refuse_part(step)
-            self._refuse_once("parts of weights", of_masters, step)
-        self._compare_batches(of_batches, batches, step)
-
-    def _compare_batches(self, of_all: list[list[int]], batches: Batches, step: int) -> None:
-        """Raise ValueError unless batches are equal in each group, and differ between groups.
-
-        Args:
-            of_all: for each level, from a rank's largest group on, the digest of each rank.
-        """
-        firsts = []
-        for group in self.mesh.family:
-            found = of_all[self._levels[group]][group.start : group.stop]
-            if len(set(found)) > 1:
-                self._refuse("batch tensor", batches.get(group, []), group.ranks, step)
-            firsts.append(found[0])
-
-        # Zero stands for no batch.
-        same = []
-        for group, first in zip(self.mesh.family, firsts, strict=True):
-            if first and firsts.count(first) > 1:
-                same.append(group.start)
-        if same:
-            raise ValueError(
-                f"got the same batch on replicas that begin with ranks {same}, in step {step + 1}; "
-                "expected another on each; correct the data loading, which gives replicas the same "
-                "clips and noise"
-            )
-
-    def _replicated(self) -> dict[str, Tensor]:
-        """What must be equal on all ranks, by name."""
-        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-
-    def _unlike_masters(self) -> Tensor:
-        """Zero, ``[]``, if this rank's part of the working weights is its master weights."""
+    def _unlike_masters(self) -> dict[str, Tensor]:
+        """By trained weight, whether this rank's part differs from its master weight, ``[]``."""
+        differs: dict[str, Tensor] = {}
         if self.shards is None:
-            return torch.zeros((), dtype=torch.int64, device=self._device)
+            return differs
+        for name, master in self.shards.master_weights.items():
+            begin = self.mesh.rank * master.numel()
+            part = self.shards.working[name].detach().reshape(-1)[begin : begin + master.numel()]
+            # The last parts may be padded.
+            differs[name] = _differ(part, master[: part.numel()])
+        return differs
 
-        working, master = {}, {}
-        for name in self.shards.working:
-            working[name], master[name] = self._own_part(name)
-        dtype = next(iter(working.values())).dtype
-        return self._digest(working) - self._digest(master, dtype).to(self._device)
+    def _gathered(self, numbers: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """Each of the numbers ``[]`` on all ranks, by rank. Collective."""
+        device = next(self.module.parameters()).device
+        local = torch.stack([number.to(device, torch.int64) for number in numbers])
+        everywhere = local.new_empty(self.mesh.world_size * local.numel())
+        dist.all_gather_into_tensor(everywhere, local)
+        return list(zip(*everywhere.view(-1, local.numel()).tolist(), strict=True))
 
-    def _own_part(self, name: str) -> tuple[Tensor, Tensor]:
-        """This rank's part of a working weight, and of its master weight, ``[n]`` each."""
-        assert self.shards is not None
-        master, whole = self.shards.master_weights[name], self.shards.working[name].detach()
-        begin = self.mesh.rank * master.numel()
-        working = whole.reshape(-1)[begin : begin + master.numel()]
-        # The last parts may be padded.
-        return working, master[: working.numel()]
+    def _compare_batches(self, batches: Mapping[RankGroup, NamedDigests], step: int) -> None:
+        """Raise ValueError unless batches are equal in each group, and differ between groups."""
+        local = {}
+        for group, digests in batches.items():
+            local[group] = [(name, int(number)) for name, number in digests]
+        # With their names, since ranks are in different groups with different tensors.
+        by_rank = _objects(local)
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        starts: dict[tuple[Any, ...], list[int]] = {}
+        for group in self.mesh.family:
+            in_group = [by_rank[rank].get(group, []) for rank in group.ranks]
+            for tensors in zip(*in_group):
+                if len(set(tensors)) > 1:
+                    name, numbers = tensors[0][0], [number for _, number in tensors]
+                    raise _difference("batch tensor", name, numbers, group.ranks, step)
+            if in_group[0]:
+                starts.setdefault(tuple(in_group[0]), []).append(group.start)
 
-    def _digest(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        self.cost["bytes_read"] += sum(tensor.nbytes for tensor in tensors.values())
-        return digest(tensors.values(), dtype)
+        for same in starts.values():
+            if len(same) > 1:
+                raise ValueError(
+                    f"got the same batch on replicas that begin with ranks {same}, in step "
+                    f"{step + 1}; expected another on each; correct the data loading, which gives "
+                    "replicas the same clips and noise"
+                )
 
-    def _digests(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        return [(name, self._digest({name: tensor})) for name, tensor in tensors.items()]
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.cost["seconds"] += time.perf_counter() - start
+def _difference(
+    kind: str, name: str, digests: Sequence[int], ranks: Sequence[int], step: int
+) -> ValueError:
+    """The error for a tensor whose digests differ between ``ranks``."""
+    usual = max(digests, key=digests.count)
+    unlike = [rank for rank, number in zip(ranks, digests, strict=True) if number != usual]
+    where = f"on ranks {unlike} than on the rest of ranks {list(ranks)}"
+    if 2 * len(unlike) >= len(digests):
+        # There is no majority.
+        where = f"on each half of ranks {list(ranks)}"
+    return ValueError(
+        f"got another {kind} {name!r} {where}, in step {step + 1}; expected the same numbers; "
+        f"{_ADVICE}"
+    )
 
-    def _refuse(
-        self, kind: str, digests: list[tuple[str, Tensor]], ranks: Sequence[int], step: int
-    ) -> None:
-        """Raise on all ranks, naming the first tensor that differs in ``ranks``, if one does.
 
-        Collective.
-        """
-        seen = _gathered([(name, int(value)) for name, value in digests])
-        by_tensor = zip(*(seen[rank] for rank in ranks))
-        column = next((column for column in by_tensor if len(set(column)) > 1), None)
-        if column is None:
-            return
-        name = column[0][0]
-
-        usual = max(column, key=column.count)
-        other = [rank for rank, value in zip(ranks, column, strict=True) if value != usual]
-        where = f"on ranks {other} than on the rest of ranks {list(ranks)}"
-        if 2 * len(other) >= len(column):
-            other = self._unlike_whole_masters(name)
-            where = f"on ranks {other} than their fp32 master weights"
-        if not 0 < len(other) < len(column):
-            where = f"on each half of ranks {list(ranks)}"
-
-        raise ValueError(
-            f"got another {kind} {name!r} {where}, in step {step + 1}; expected the same numbers; "
-            f"{_ADVICE}"
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """The digest of a tensor, int64 ``[]`` on its device. The host does not wait for it."""
+    total = None
+    for number, piece in enumerate(_bits(tensor).split(PIECE[tensor.device.type])):
+        first = number * PIECE[tensor.device.type]
+        weights = torch.arange(
+            2 * first + 1, 2 * (first + piece.numel()) + 1, 2, device=tensor.device
         )
-
-    def _unlike_whole_masters(self, name: str) -> list[int]:
-        """Ranks where a trained weight is not that of all master weights, rounded. Collective."""
-        if self.shards is None or name not in self.shards.working:
-            return []
-        working = self.shards.working[name]
-        whole = self.shards.whole(name, self.shards.master_weights[name])
-        differs = bool(digest([working]) != digest([whole], working.dtype))
-        return [rank for rank, found in enumerate(_gathered(differs)) if found]
-
-    def _refuse_part(self, step: int) -> None:
-        """Raise on all ranks, naming a part that is not its master weights, if any. Collective."""
-        assert self.shards is not None
-        own: str | None = None
-        for name in self.shards.working:
-            working, master = self._own_part(name)
-            if digest([working]) != digest([master], working.dtype).to(working.device):
-                own = name
-                break
-
-        found = _gathered(own)
-        first = next((name for name in found if name is not None), None)
-        if first is None:
-            return
-        ranks = [rank for rank, other in enumerate(found) if other == first]
-        raise ValueError(
-            f"got a part of the working weight {first!r} on ranks {ranks} that is not the fp32 "
-            f"master weight there, in step {step + 1}; expected that, rounded to the precision of "
-            f"the training; {_ADVICE}"
-        )
-
-    def _refuse_once(self, what: str, digests: Sequence[int], step: int) -> None:
-        """Raise where digests of the step differ, and those computed again do not."""
-        usual = max(digests, key=digests.count)
-        ranks = [rank for rank, value in enumerate(digests) if value != usual]
-        raise ValueError(
-            f"got other {what} on ranks {ranks} in step {step + 1}, and equal ones when they were "
-            "read again; expected the same numbers each time; look for a faulty device there, and "
-            "resume from a checkpoint before this step with --resume PATH"
-        )
+        part = weights.mul_(piece).sum()
+        total = part if total is None else total + part
+    assert total is not None
+    return total
 
 
-def _gathered(own: Any) -> list[Any]:
-    """The value of each rank. Collective."""
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, own)
-    return seen
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements as integers, ``[n]``."""
+    integers = _INTEGERS.get(tensor.element_size(), torch.int32)
+    return tensor.detach().reshape(-1).view(integers)
 
 
-def _combined(digests: list[tuple[str, Tensor]], like: Tensor) -> Tensor:
-    """One number of all digests and their order, int64 ``[]``; zero for none."""
-    if not digests:
-        return torch.zeros_like(like)
-    values = torch.stack([value.to(like.device) for _, value in digests])
-    # Odd weights, so that each digest counts; products and sums wrap around.
-    weights = torch.arange(1, 2 * len(digests), 2, device=like.device)
-    return (values * weights).sum()
+def _differ(working: Tensor, master: Tensor) -> Tensor:
+    """Whether any bit of a weight differs from its master weight, rounded, a boolean ``[]``."""
+    return (_bits(working) != _bits(master.to(working))).any()
+
+
+def _objects(local: Any) -> list[Any]:
+    """The object of each rank. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, local)
+    return by_rank

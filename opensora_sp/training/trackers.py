@@ -1,6 +1,8 @@
 """Trackers: TensorBoard and Weights & Biases, behind one interface.
 
-They show what a run's folder has in files: hyperparameters, metrics, videos of validation.
+They show what a run's folder has in files: hyperparameters, metrics, videos of validation. Steps
+are optimizer steps, counted from 1. A run that resumes replaces what an attempt before has tracked
+of the steps that it repeats.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import io
 import os
 import uuid
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -23,25 +25,6 @@ Level = Literal["INFO", "WARN", "ERROR"]
 # Of W&B, unless WANDB_PROJECT names another.
 PROJECT = "opensora_sp"
 INSTEAD = "set {}=False (metrics.jsonl holds the same numbers)"
-
-
-class Tracker(Protocol):
-    """One tracker of one run. Steps are optimizer steps, counted from 1.
-
-    A run that resumes replaces what a former attempt has tracked of the steps that it repeats.
-    """
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Add the numbers of a step, by their names in ``metrics.jsonl``."""
-
-    def video(self, step: int, name: str, file: Path, fps: float) -> None:
-        """Add a video (mp4 or GIF), or an image (PNG)."""
-
-    def alert(self, title: str, text: str, level: Level) -> None:
-        """Report an event of the run to its user."""
-
-    def close(self) -> None:
-        """Write what is left."""
 
 
 def check_trackers(cfg: TrainConfig) -> None:
@@ -79,8 +62,9 @@ class TensorBoardTracker:
             self._add(summary, 0)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        """Add the numbers of a step, by their names in ``metrics.jsonl``."""
+        for name, number in values.items():
+            self._writer.add_scalar(name, number, step)
 
     def video(self, step: int, name: str, file: Path, fps: float) -> None:
         """TensorBoard shows videos as GIFs; its own ``add_video`` would need moviepy for them."""
@@ -117,6 +101,7 @@ class WandbTracker:
     def __init__(self, run_dir: Path, hyperparameters: dict[str, Any]) -> None:
         import wandb
 
+        # An id that is kept lets a resumed run go on in the same curves.
         kept = run_dir / "wandb_id"
         if not kept.is_file():
             FileSystem().write_file(kept, uuid.uuid4().hex.encode())
@@ -149,15 +134,18 @@ class WandbTracker:
         self._run.finish()
 
 
+Tracker: TypeAlias = TensorBoardTracker | WandbTracker
+
+
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """``{"optimizer": {"lr": 1}}`` as ``{"optimizer.lr": 1}``; what is no number becomes text."""
+    """``{"optimizer": {"lr": 1}}`` as ``{"optimizer.lr": 1}``; other types become text."""
     flat: dict[str, bool | int | float | str] = {}
-    for key, value in values.items():
+    for key, option in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= flattened(value, f"{name}.")
+        if isinstance(option, dict):
+            flat |= flattened(option, f"{name}.")
         else:
-            flat[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+            flat[name] = option if isinstance(option, (bool, int, float, str)) else str(option)
     return flat
 
 

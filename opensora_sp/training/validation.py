@@ -10,42 +10,36 @@ Legend: K bins of timesteps.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.checkpoint import checkpoint_name
+from opensora_sp.checkpoint import NamedShards, checkpoint_name
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.config.common import Common
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import VideoTextDataset
 from opensora_sp.evaluation.heldout import HeldoutLoss, none_readable
+from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
-from opensora_sp.features.degraded import DegradedClips
-from opensora_sp.features.sources import Encoders, Source
+from opensora_sp.features.sources import DegradedClips, Encoders, Source
+from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 from opensora_sp.sampling.run import write_batch
 
+from .checkpointing import TrainingState
 from .ema import ShardedEma
+from .metrics import Reporter
 
-if TYPE_CHECKING:
-    from opensora_sp.checkpoint import NamedShards
-    from opensora_sp.runtime.watchdog import Watchdog
-
-    from .metrics import Reporter
-    from .trainer import Trainer
-
-logger = logging.getLogger(__name__)
 # In a run's folder: the videos of each validation.
 VIDEOS = "validation"
 
@@ -63,7 +57,7 @@ def preflight_validation(cfg: TrainConfig) -> None:
 
 
 def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
-    """The clips of ``validation.manifest``, cut as those of training; None without one."""
+    """The clips of ``validation.manifest``, cut as clips of training; None without one."""
     if cfg.validation is None or cfg.validation.manifest is None:
         return None
     return VideoTextDataset(
@@ -87,15 +81,16 @@ def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig
     names = ("prompts", "negative_prompt", "num_samples", "fps", "batch_size", "format", "use_ema")
     sampling = {name: getattr(validation, name) for name in names}
     for name in ("num_sampling_steps", "cfg_scale"):
-        if (value := getattr(validation, name)) is not None:
-            common["scheduler"] = common["scheduler"] | {name: value}
+        option = getattr(validation, name)
+        if option is not None:
+            common["scheduler"] = common["scheduler"] | {name: option}
     return InferenceConfig(**common, **sampling, precision=cfg.precision)
 
 
 def encoders_of_validation(
     cfg: TrainConfig, source: Source, device: torch.device
 ) -> Encoders | None:
-    """Those of training, or loaded where it reads a feature cache; None without validation."""
+    """The encoders of training, loaded where it reads a feature cache; None without validation."""
     if cfg.validation is None:
         return None
     if isinstance(source, DegradedClips):
@@ -104,84 +99,77 @@ def encoders_of_validation(
 
 
 class Validator:
-    """The validation of one run, if its config asks for it. ``after`` is called after each step."""
+    """The validation of one run, if its config asks for it.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        mesh = trainer.mesh
-        cut = within_nodes(mesh.family, mesh.ranks_per_node)
-        self.group = next(group for group in cut if mesh.rank in group)
-        self.replica, self.num_replicas = cut.index(self.group), len(cut)
-        self.validation = trainer.cfg.validation
-        self.heldout = heldout_clips(trainer.cfg)
-        encoders = trainer.validation_encoders
+    Args:
+        model: the boosted model.
+        tensors: of the run, with the bare model and its EMA weights.
+        encoders: None without validation.
+        batches: adds noise to held-out clips.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        mesh: SequenceMesh,
+        model: Callable[..., Any],
+        tensors: TrainingState,
+        encoders: Encoders | None,
+        batches: BatchMaker,
+    ) -> None:
+        self.cfg, self.mesh, self.tensors = cfg, mesh, tensors
+        groups = within_nodes(mesh.family, mesh.ranks_per_node)
+        self.group = next(group for group in groups if mesh.rank in group)
+        self.replica, self.num_replicas = groups.index(self.group), len(groups)
+        self.validation = cfg.validation
+        self.heldout = heldout_clips(cfg)
         if self.validation is None or encoders is None:
             return
 
-        cfg, device = trainer.cfg, trainer.device
+        module, whole = tensors.module, cfg.sequence_parallel.verify
         sampling = sampling_config(cfg, self.validation)
         self.pipeline = Pipeline(
-            sampling, trainer.module, encoders.vae, encoders.text_encoder, device
+            sampling, module, encoders.vae, encoders.text_encoder, batches.device
         )
         if self.heldout is not None:
             self.loss = HeldoutLoss(
-                trainer.model,
-                trainer.module,
-                trainer.mesh,
-                self.heldout,
-                encoders,
-                trainer.batches,
-                whole=cfg.sequence_parallel.verify,
+                model, module, mesh, self.heldout, encoders, batches, whole=whole
             )
 
-    def after(self, step: int, run_dir: Path, reporter: Reporter, watch: Watchdog | None) -> float:
-        """Validate every ``validation.every`` steps; returns the seconds it took. Collective.
+    def is_due(self, step: int) -> bool:
+        """True for every ``validation.every``-th step, counted from 1."""
+        return self.validation is not None and step % self.validation.every == 0
 
-        Where a rank was asked to stop since the step, validation is skipped: the next step is the
-        last one.
-        """
-        if self.validation is None or step % self.validation.every:
-            return 0.0
-        asked_to_stop = watch is not None and watch.stop_reason is not None
-        stop = torch.tensor(float(asked_to_stop), device=self.trainer.device)
-        dist.all_reduce(stop)
-        if stop.item() and step < self.trainer.cfg.max_steps:
-            self.trainer.asked_to_stop = True
-            return 0.0
-
+    def validate(self, step: int, run_dir: Path, reporter: Reporter) -> float:
+        """Write videos and report the held-out loss; returns the seconds it took. Collective."""
+        assert self.validation is not None
         since = time.perf_counter()
         folder = run_dir / VIDEOS / checkpoint_name(step)
         errors: list[str] = []
-        with self.trainer.mesh.using(self.group):
+        with ExitStack() as contexts:
+            contexts.enter_context(self.mesh.using(self.group))
+            # Sampled videos show the weights that will be used, held-out losses are theirs.
             if self.validation.use_ema:
-                with ema_weights(self.trainer.tensors.shards, self.trainer.ema):
-                    losses = self._validate(folder, errors)
-            else:
-                losses = self._validate(folder, errors)
+                contexts.enter_context(ema_weights(self.tensors.shards, self.tensors.ema))
+            losses = self._validate(folder, errors)
 
-        self._report_errors(errors, reporter)
+        # All videos are written when errors are gathered.
+        by_rank: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(by_rank, errors)
+        if reporter.enabled:
+            for error in chain.from_iterable(by_rank):
+                reporter.outputs.report(f"{VIDEOS}/", error)
         reporter.validated(step, losses, folder)
         return time.perf_counter() - since
-
-    def _report_errors(self, errors: list[str], reporter: Reporter) -> None:
-        """Let rank 0 report what kept any rank from writing its videos. Collective.
-
-        All videos are written when this returns.
-        """
-        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, errors)
-        if reporter.enabled:
-            for error in chain.from_iterable(of_ranks):
-                reporter.outputs.report(f"{VIDEOS}/", error)
 
     @torch.no_grad()
     def _validate(self, folder: Path, errors: list[str]) -> list[float] | None:
         """Write the videos, and compute the losses of held-out clips.
 
         Args:
-            errors: takes what is wrong with videos that this rank cannot write.
+            errors: takes the errors of videos that this rank cannot write.
         """
-        mesh, cfg = self.trainer.mesh, self.pipeline.cfg
+        cfg = self.pipeline.cfg
         batches = batches_of(requests_of(cfg), cfg.batch_size, self.num_replicas)
         if batches:
             # Without a folder, each of its videos is an error.
@@ -190,24 +178,26 @@ class Validator:
 
         for batch in batches[self.replica :: self.num_replicas]:
             parts = self.pipeline.looped(batch)
-            write_batch(self.pipeline, batch, parts, mesh, folder, digest=None, errors=errors)
+            write_batch(self.pipeline, batch, parts, self.mesh, folder, digest=None, errors=errors)
         return None if self.heldout is None else self._heldout_losses(self.heldout).tolist()
 
     def _heldout_losses(self, dataset: VideoTextDataset) -> Tensor:
         """The mean loss of the clips that all ranks can read, in each bin, ``[K]``. Collective."""
         assert self.validation is not None and dataset.shape is not None
-        found = self.loss.measure(
+        means = self.loss.measure(
             range(self.replica, len(dataset), self.num_replicas),
             dataset.shape,
             batch_size=self.validation.batch_size,
             bins=self.validation.bins,
-            seeds=[self.trainer.cfg.seed],
+            # The draws of each validation are the same, so its losses are comparable.
+            seeds=[self.cfg.seed],
         )
-        if not found.clips:
+
+        if not means.clips:
             raise none_readable(
                 "validation.manifest", dataset, dataset.shape, self.loss.corrupt.last
             )
-        return found.losses[0]
+        return means.losses[0]
 
 
 @contextmanager
@@ -217,7 +207,7 @@ def ema_weights(shards: NamedShards, ema: ShardedEma) -> Iterator[None]:
     The working weights are kept on the CPU meanwhile.
     """
     with torch.no_grad():
-        kept = {name: p.detach().to("cpu", copy=True) for name, p in shards.working.items()}
+        weights = {name: p.detach().to("cpu", copy=True) for name, p in shards.working.items()}
         for name, p in shards.working.items():
             p.copy_(shards.whole(name, ema.shards[name]))
     try:
@@ -225,4 +215,4 @@ def ema_weights(shards: NamedShards, ema: ShardedEma) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for name, p in shards.working.items():
-                p.copy_(kept[name])
+                p.copy_(weights[name])

@@ -9,10 +9,11 @@ from opensora_sp.config.legacy import RULES, Rule
 INTRODUCTION = """\
 # Open-Sora's config keys
 
-Keys of Open-Sora's configs that have another name or meaning here, generated from the code. `wandb`,
-`grad_clip`, `warmup_steps` and all keys that are not in the table keep their meaning. An option of
-the command line replaces the result of a key, also by nothing: `convert=()`, `freeze=()`,
-`load=None`. See [migrating from Open-Sora](../configs.md#migrating-from-open-sora).
+Keys of Open-Sora's configs that have another name or meaning here, generated from the code.
+`wandb`, `grad_clip`, `warmup_steps` and all keys that are not in the table keep their meaning.
+An option of the command line replaces the result of a key, also by nothing: `convert=()`,
+`freeze=()`, `load=None`. See [migrating from
+Open-Sora](../configs.md#migrating-from-open-sora).
 """
 
 

@@ -54,7 +54,7 @@ class Chaos:
 
 # Moments with how often a rank may have reached them: within about two steps of a start.
 KILLS = {
-    **dict.fromkeys(("joining", "group", "heartbeats", "model", "resume", "validation"), 1),
+    **dict.fromkeys(("joining", "group", "connecting", "model", "resume", "validation"), 1),
     **dict.fromkeys(("data", "encode", "forward", "backward"), 5),
     **dict.fromkeys(("update", "outcome"), 3),
     **dict.fromkeys(("save", "commit"), 2),

@@ -102,9 +102,10 @@ def draw_flip(random: Random, kind: str, rank: int, setup: Setup, check_every: i
 
 def start(config: Path, outputs: Path, setup: Setup, steps: int, check_every: int) -> str:
     """Start a run up to ``steps``; returns what it raised."""
-    from opensora_sp.training import metrics, train, trainer
+    from opensora_sp.training import metrics
+    from opensora_sp.training.run import train
 
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     options = [f"outputs={outputs}", f"max_steps={steps}", f"check_sync_every={check_every}"]
     options += [f"precision={setup.precision}", f"sp_size={setup.sp}"]
     cfg = load_train_config(config, [*options, *OPTIONS])
@@ -119,25 +120,25 @@ def start_flipped(
     config: Path, outputs: Path, flip: Flip, planted: str | None
 ) -> tuple[str, str | None]:
     """Also returns the name of the tensor, on the rank whose bit is flipped."""
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
     flipped: list[str] = []
-    plain = Trainer._step
+    plain = TrainingStep.run
 
-    def step(self: Trainer, number: int, *args: Any) -> Any:
+    def step(self: TrainingStep, number: int, *args: Any) -> Any:
         if number == flip.step and dist.get_rank() == flip.rank:
             flipped.append(flip_bit(tensors_of(self, flip.kind), flip))
         return plain(self, number, *args)
 
     check_every = 0 if planted == "no check" else flip.check_every
-    with mock.patch.object(Trainer, "_step", step), FAULTS.get(planted, nullcontext)():
+    with mock.patch.object(TrainingStep, "run", step), FAULTS.get(planted, nullcontext)():
         raised = start(config, outputs, flip.setup, STEPS, check_every)
     return raised, flipped[0] if flipped else None
 
 
-def tensors_of(trainer: Any, kind: str) -> dict[str, Tensor]:
+def tensors_of(training_step: Any, kind: str) -> dict[str, Tensor]:
     """What this rank holds, without ZeRO's padding."""
-    shards, module = trainer.tensors.shards, trainer.module
+    shards, module = training_step.tensors.shards, training_step.tensors.module
     if kind == "buffer":
         return dict(module.named_buffers())
     if kind == "working weight":
@@ -173,7 +174,7 @@ def expected_error(flip: Flip, name: str) -> str:
     """How the error begins."""
     if flip.kind == "master weight":
         return f"got a part of the working weight {name!r} on ranks [{flip.rank}] that is not the"
-    if flip.kind in LASTING and flip.setup.world == 2:
+    if flip.setup.world == 2:
         # There is no majority.
         return f"got another weight {name!r} on each half of ranks [0, 1]"
     return f"got another weight {name!r} on ranks [{flip.rank}] than"

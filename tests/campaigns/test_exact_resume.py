@@ -117,10 +117,11 @@ def start(
 
     The part ``left_out`` of a checkpoint is not loaded.
     """
-    from opensora_sp.training import metrics, train, trainer
+    from opensora_sp.training import metrics
     from opensora_sp.training.checkpointing import TrainingState
+    from opensora_sp.training.run import train
 
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     trace = Trace()
     record_draws(trace.drawn)
     if source is not None:
@@ -137,16 +138,16 @@ def start(
 
 @contextmanager
 def recorded_states(into: dict[int, str]) -> Iterator[None]:
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
-    plain = Trainer._update
+    plain = TrainingStep._update
 
-    def update(self: Trainer, step: int, *args: Any) -> Any:
+    def update(self: TrainingStep, step: int, *args: Any) -> Any:
         queued = plain(self, step, *args)
         into[step + 1] = digest_of(self.tensors)
         return queued
 
-    with mock.patch.object(Trainer, "_update", update):
+    with mock.patch.object(TrainingStep, "_update", update):
         yield
 
 

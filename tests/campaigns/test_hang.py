@@ -18,7 +18,7 @@ from typing import Any
 import hosts
 import pytest
 import torch.distributed as dist
-from hangs import BEFORE_HEARTBEATS, PLACES, Hang, trained
+from hangs import PLACES, Hang, trained
 from hosts import Host
 from launched import LaunchedRanks
 from logs import captured_lines
@@ -26,6 +26,7 @@ from ranks import run_ranks
 from runs import write_training
 
 from campaigns.case import Case, with_sample
+from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
 
 pytestmark = [
@@ -50,7 +51,8 @@ SMALL = [
     "micro_batches_per_step=1",
 ]
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
-AFTER_THE_WATCHDOG = [place for place in PLACES if place not in ("joining", *BEFORE_HEARTBEATS)]
+BEFORE_THE_RUN = ("joining", "connecting", "the process group")
+AFTER_THE_WATCHDOG = [place for place in PLACES if place not in BEFORE_THE_RUN]
 SKIPPED = ["saving", "validation"]
 
 
@@ -72,7 +74,7 @@ class Setup:
 
     def seconds(self, hang: Hang) -> float:
         """The timeout that is tested."""
-        if hang.place in ("joining", *BEFORE_HEARTBEATS):
+        if hang.place in BEFORE_THE_RUN:
             return JOIN_TIMEOUT
         return PEER_TIMEOUT if self.timeout == "peer" else COLLECTIVE_TIMEOUT
 
@@ -117,7 +119,7 @@ def cases(random: Random) -> list[Case]:
 
     several = [
         Hang("stop", "the update", 0, call=2),
-        Hang("stop", "heartbeats", 1),
+        Hang("stop", "connecting", 1),
         Hang("sleep", "the process group", 2),
     ]
     setup = Setup(tuple(several), timeout="peer", options=("sp_size=3", "precision=fp32"))
@@ -302,7 +304,10 @@ def steps_with_stragglers(steps: int) -> list[str]:
     """
     random, lines = Random(dist.get_rank()), captured_lines()
     group = dist.new_group()
-    with Watchdog(peer_timeout=PEER_TIMEOUT, collective_timeout=COLLECTIVE_TIMEOUT) as watchdog:
+    store = join_rendezvous()
+    with Watchdog(
+        store, peer_timeout=PEER_TIMEOUT, collective_timeout=COLLECTIVE_TIMEOUT
+    ) as watchdog:
         for step in range(steps):
             take_step(step, group)
             # In total about 3 % of the steps' number, in seconds.
@@ -364,7 +369,7 @@ def lagging_too_long() -> list[str]:
     from exits import recorded_exits
 
     lines = captured_lines()
-    with recorded_exits(), Watchdog(collective_timeout=1.0):
+    with recorded_exits(), Watchdog(join_rendezvous(), collective_timeout=1.0):
         hang_for(5.0 * dist.get_rank())
         dist.all_reduce(parts()[1])
         hang_for(2.0)

@@ -50,6 +50,7 @@ pytestmark = pytest.mark.campaign(
 SECONDS = 15.0  # in which all processes of a run end
 
 TRAINER, RUN = "opensora_sp.training.trainer:", "opensora_sp.training.run:"
+STEP = "opensora_sp.training.step:"
 METRICS, SAMPLING = "opensora_sp.training.metrics:", "opensora_sp.sampling."
 VALIDATOR = "opensora_sp.training.validation:"
 # By phase: calls that each rank makes, and how often it makes them from step 3 on.
@@ -70,12 +71,12 @@ CALLS = {
         "opensora_sp.features.batch:BatchMaker.make": 4,
     },
     "step": {
-        f"{TRAINER}Trainer._forward_backward": 4,
-        f"{TRAINER}rank_loss": 4,
-        f"{TRAINER}Trainer._update": 4,
+        f"{STEP}TrainingStep._forward_backward": 4,
+        f"{STEP}rank_loss": 4,
+        f"{STEP}TrainingStep._update": 4,
         "opensora_sp.plugin:SequenceZeroOptimizer.step_if_finite": 4,
         "opensora_sp.training.ema:ShardedEma.update": 4,
-        "opensora_sp.training.outcomes:PendingOutcome.read": 4,
+        f"{STEP}PendingResult.read": 4,
         f"{METRICS}Reporter.log": 4,
     },
     "validation": {
@@ -223,7 +224,7 @@ COMMIT = Moment("rename {new}/.partial-COMMIT")
 SAMPLE = [
     Kill("save", COMMIT, "rank 0", 0),
     Kill("start", Moment(f"{TRAINER}Trainer._restore"), "rank 1", 1),
-    Kill("step", Moment(f"{TRAINER}Trainer._update", number=2), "launcher", 0),
+    Kill("step", Moment(f"{STEP}TrainingStep._update", number=2), "launcher", 0),
     LauncherKill("torchrun", 0.0),
 ]
 LAUNCHED = [LauncherKill("torchrun", seconds) for seconds in (1.0, 2.0, 4.0, 8.0, None)]

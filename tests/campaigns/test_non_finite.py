@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from runs import write_training
+from safetensors.torch import load_file
 from worlds import TRAINING, in_worlds
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import committed_checkpoints, verify
-from opensora_sp.training.resuming import check_finite
 
 pytestmark = pytest.mark.campaign(
     bar="same decision on all ranks, no byte changed, the last good checkpoint kept", size=96
@@ -162,12 +162,12 @@ def starts(config: Path, outputs: Path, fault: Fault | None, options: list[str])
 def start(config: Path, options: list[str], fault: Fault | None) -> Seen:
     """Train once, with the fault if there is one, and look at each step."""
     from opensora_sp.config import load_train_config
-    from opensora_sp.training import metrics, train, trainer
+    from opensora_sp.training import metrics
+    from opensora_sp.training.run import train
 
     seen = Seen()
     with ExitStack() as planted:
-        for module in (metrics, trainer):
-            planted.enter_context(mock.patch.object(module, "draw_loss", lambda run_dir: None))
+        planted.enter_context(mock.patch.object(metrics, "draw_loss", lambda run_dir: None))
         planted.enter_context(observed(seen))
         if fault is not None and fault.rank == dist.get_rank():
             planted.enter_context(PLANTED[fault.place](fault))
@@ -185,10 +185,10 @@ def start(config: Path, options: list[str], fault: Fault | None) -> Seen:
 
 @contextmanager
 def observed(seen: Seen) -> Iterator[None]:
+    from opensora_sp.training.step import TrainingStep
     from opensora_sp.training.step_log import StepLog
-    from opensora_sp.training.trainer import Trainer
 
-    update, count = Trainer._update, StepLog.count
+    update, count = TrainingStep._update, StepLog.count
 
     def observed_update(self: Any, step: int, *args: Any) -> Any:
         before = digest_of(self)
@@ -201,17 +201,21 @@ def observed(seen: Seen) -> Iterator[None]:
         count(self, outcome)
 
     with (
-        mock.patch.object(Trainer, "_update", observed_update),
+        mock.patch.object(TrainingStep, "_update", observed_update),
         mock.patch.object(StepLog, "count", observed_count),
     ):
         yield
 
 
-def digest_of(trainer: Any) -> str:
+def digest_of(training_step: Any) -> str:
     """Of this rank's shards of master weights, moments and EMA weights."""
     digest = hashlib.sha256()
-    shards = trainer.tensors.shards
-    for tensors in (shards.master_weights, trainer.ema.shards, *shards.states().values()):
+    shards = training_step.tensors.shards
+    for tensors in (
+        shards.master_weights,
+        training_step.tensors.ema.shards,
+        *shards.states().values(),
+    ):
         for tensor in tensors.values():
             tensor = torch.as_tensor(tensor).detach().cpu().contiguous()
             digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
@@ -288,24 +292,24 @@ def gradient_changed(fault: Fault) -> Iterator[None]:
 @contextmanager
 def counted_steps(fault: Fault) -> Iterator[Callable[[], bool]]:
     """Yields whether the fault strikes in the current step."""
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
-    plain, current = Trainer._step, [0]
+    plain, current = TrainingStep.run, [0]
 
     def step(self: Any, number: int, *args: Any) -> Any:
         current[0] = number + 1
         return plain(self, number, *args)
 
-    with mock.patch.object(Trainer, "_step", step):
+    with mock.patch.object(TrainingStep, "run", step):
         yield lambda: current[0] in fault.steps
 
 
 @contextmanager
 def tensor_changed(fault: Fault) -> Iterator[None]:
     """One number that this rank holds, as by a bit flip, before the first of the steps."""
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
-    plain = Trainer._step
+    plain = TrainingStep.run
 
     def step(self: Any, number: int, *args: Any) -> Any:
         if number + 1 == fault.steps[0]:
@@ -313,19 +317,21 @@ def tensor_changed(fault: Fault) -> Iterator[None]:
                 tensor_of(self, fault.place).view(-1)[0] = fault.value
         return plain(self, number, *args)
 
-    with mock.patch.object(Trainer, "_step", step):
+    with mock.patch.object(TrainingStep, "run", step):
         yield
 
 
-def tensor_of(trainer: Any, place: str) -> torch.Tensor:
-    shards = trainer.tensors.shards
+def tensor_of(training_step: Any, place: str) -> torch.Tensor:
+    shards = training_step.tensors.shards
     if place == "working weight":
         # Every clip's loss depends on it.
         return shards.working["final_layer.linear.bias"].data
     name = next(iter(shards.master_weights))
     if place in ("exp_avg", "exp_avg_sq"):
         return shards.states()[name][place]
-    return {"master weight": shards.master_weights, "EMA weight": trainer.ema.shards}[place][name]
+    return {"master weight": shards.master_weights, "EMA weight": training_step.tensors.ema.shards}[
+        place
+    ][name]
 
 
 PLANTED: dict[str, Callable[[Fault], Any]] = {
@@ -419,11 +425,14 @@ def assert_ended_as_it_should(fault: Fault, seen: Seen) -> None:
 
 def good_checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, the newest last; raises unless each is whole and finite."""
-    found = committed_checkpoints(run_dir)
-    for checkpoint in found:
+    checkpoints = committed_checkpoints(run_dir)
+    for checkpoint in checkpoints:
         verify(checkpoint)
-        check_finite(checkpoint)
-    return found
+        for name in TENSORS:
+            for key, tensor in load_file(checkpoint / name).items():
+                if not tensor.isfinite().all():
+                    raise ValueError(f"got NaN or infinity in {key} of {checkpoint}")
+    return checkpoints
 
 
 def assert_good_to_the_end(ground: Ground, fault: Fault, run_dir: Path) -> None:
@@ -464,15 +473,15 @@ def learns_from_everything(*args: Any) -> list[Seen]:
 
 def decides_alone(*args: Any) -> list[Seen]:
     """A rank that counts a step as taken which the others skip."""
-    from opensora_sp.training.outcomes import PendingOutcome
+    from opensora_sp.training.step import PendingResult
 
-    plain = PendingOutcome.__init__
+    plain = PendingResult.__init__
 
     def init(self: Any, step: int, *, taken: torch.Tensor, **more: Any) -> None:
         own = torch.ones_like(taken) if dist.get_rank() == 1 else taken
         plain(self, step, taken=own, **more)
 
-    with mock.patch.object(PendingOutcome, "__init__", init):
+    with mock.patch.object(PendingResult, "__init__", init):
         return starts(*args)
 
 

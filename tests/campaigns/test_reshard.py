@@ -223,19 +223,20 @@ FEW, MANY = 2, 8  # steps before and after the change of the layout
 
 def use_sgd() -> None:
     """SGD with momentum, whose parameters show every wrong gradient."""
-    from opensora_sp.training import metrics, trainer
+    from opensora_sp.training import metrics, step, step_log, trainer
 
     trainer.make_optimizer = lambda cfg, parameters: torch.optim.SGD(
         parameters, lr=0.05, momentum=0.9
     )
-    trainer.learning_rate = lambda cfg, step: 0.05
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    for module in (trainer, step, step_log):
+        module.learning_rate = lambda cfg, step: 0.05
+    metrics.draw_loss = lambda run_dir: None
 
 
 def train(
     layout: Layout, config: Path, outputs: Path, steps: int, planted: str | None = None
 ) -> dict[int, tuple]:
-    from opensora_sp import training
+    from opensora_sp.training import run
 
     drawn: dict[int, tuple] = {}
     use_sgd()
@@ -243,7 +244,7 @@ def train(
     options = [f"outputs={outputs}", f"max_steps={steps}", f"ckpt_every={steps}"]
     options += [f"sp_size={layout[1]}", "micro_batches_per_step=4", "batch_size=1", "grad_clip=0.0"]
     with FAULTS[planted]():
-        training.train(load_train_config(config, options), resume="auto")
+        run.train(load_train_config(config, options), resume="auto")
     return drawn
 
 
@@ -321,7 +322,7 @@ def without_moments() -> Any:
 
 
 def another_seed() -> Any:
-    from opensora_sp.features import draws
+    from opensora_sp.features import batch as draws
 
     normal = draws.normal
     return mock.patch.object(draws, "normal", lambda size, seed, *key: normal(size, seed + 1, *key))

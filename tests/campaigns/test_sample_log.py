@@ -182,12 +182,12 @@ class InterruptError(Exception):
 
 @contextmanager
 def interrupted(step: int, moment: str) -> Iterator[None]:
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
     name = "_forward_backward" if moment == "before a micro-batch" else "_update"
-    plain = getattr(Trainer, name)
+    plain = getattr(TrainingStep, name)
 
-    def method(self: Trainer, number: int, *args: Any) -> Any:
+    def method(self: TrainingStep, number: int, *args: Any) -> Any:
         if number == step and moment != "after the update":
             raise InterruptError
         result = plain(self, number, *args)
@@ -195,15 +195,16 @@ def interrupted(step: int, moment: str) -> Iterator[None]:
             raise InterruptError
         return result
 
-    with mock.patch.object(Trainer, name, method):
+    with mock.patch.object(TrainingStep, name, method):
         yield
 
 
 def consumed(config: Path, outputs: Path, start: Start, planted: str | None = None) -> Log:
     """What one start consumes, without the step in which it is interrupted."""
-    from opensora_sp.training import metrics, train, trainer
+    from opensora_sp.training import metrics
+    from opensora_sp.training.run import train
 
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     # So that loaders may have workers, forked as in a rank that a launcher starts.
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
@@ -324,8 +325,8 @@ def other_generator(seed: int, *key: Any) -> Any:
 FAULTS: dict[str, Callable[[], Any]] = {
     "a step twice": lambda: resumed_at_another_step(-1),
     "a step omitted": lambda: resumed_at_another_step(1),
-    "noise by rank": lambda: mock.patch("opensora_sp.features.draws.normal", normal_of_the_rank),
-    "other noise": lambda: mock.patch("opensora_sp.features.draws.normal", other_normal),
+    "noise by rank": lambda: mock.patch("opensora_sp.features.batch.normal", normal_of_the_rank),
+    "other noise": lambda: mock.patch("opensora_sp.features.batch.normal", other_normal),
     "other crops": lambda: mock.patch("opensora_sp.data.dataset.generator", other_generator),
 }
 

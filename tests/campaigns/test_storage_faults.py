@@ -47,7 +47,7 @@ pytestmark = pytest.mark.campaign(
     size=60,
 )
 MEGABYTES = 8
-TRAINER, METRICS = "opensora_sp.training.trainer:", "opensora_sp.training.metrics:"
+STEPS_OF_RUN, METRICS = "opensora_sp.training.step:", "opensora_sp.training.metrics:"
 # By phase: the calls at which a fault begins, and those at which one ends that passes.
 BEGIN: dict[str, list[str]] = {
     "start": [
@@ -58,7 +58,7 @@ BEGIN: dict[str, list[str]] = {
         f"{METRICS}Reporter.__init__",
     ],
     "metrics": [f"{METRICS}Reporter.log", f"{METRICS}append_line"],
-    "log": [f"{METRICS}log_line", f"{TRAINER}Trainer._settle"],
+    "log": [f"{METRICS}log_line", f"{STEPS_OF_RUN}DelayedResults.settle"],
     "videos": [
         "opensora_sp.training.validation:write_batch",
         "opensora_sp.sampling.pipeline:Pipeline.looped",
@@ -81,9 +81,9 @@ BEGIN: dict[str, list[str]] = {
     ],
 }
 END = {
-    "start": f"{TRAINER}Trainer._step",
-    "metrics": f"{TRAINER}Trainer._step",
-    "log": f"{TRAINER}Trainer._step",
+    "start": f"{STEPS_OF_RUN}TrainingStep.run",
+    "metrics": f"{STEPS_OF_RUN}TrainingStep.run",
+    "log": f"{STEPS_OF_RUN}TrainingStep.run",
     "videos": f"{METRICS}Reporter.validated",
 }
 KINDS = ["full", "EIO", "read-only", "slow fsync", "removed", "moved"]
@@ -164,7 +164,7 @@ def draw(random: Random, kind: str, phase: str, number: int) -> Fault:
 
 
 VIDEOS = Moment("opensora_sp.training.validation:write_batch")
-STEP = Moment(f"{TRAINER}Trainer._update", number=1)
+STEP = Moment(f"{STEPS_OF_RUN}TrainingStep._update", number=1)
 SAMPLE = [
     Fault("full", "videos", VIDEOS, by=1, passes=True),
     Fault("EIO", "save", Moment("flush .partial-{new}/optimizer.safetensors"), async_save=True),
@@ -189,12 +189,12 @@ def cases(random: Random) -> list[Case]:
 
 def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] | None) -> list:
     """Plant the fault, and train; returns the error and the last step that was begun."""
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
     disk_faults.plant_switches(outputs)
-    begun, plain = [EVERY], Trainer._step
+    begun, plain = [EVERY], TrainingStep.run
 
-    def step(self: Trainer, number: int, *args: Any) -> Any:
+    def step(self: TrainingStep, number: int, *args: Any) -> Any:
         begun[0] = number + 1
         return plain(self, number, *args)
 
@@ -211,7 +211,7 @@ def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] 
         disk_faults.end(fault.kind, outputs)
         outputs.with_name("mended").touch()
 
-    Trainer._step = step
+    TrainingStep.run = step
     if dist.get_rank() == fault.by:
         fault.moment.plant(act)
     options = [f"ckpt_every={EVERY}", "keep_last=1", f"async_save={fault.async_save}"]
@@ -345,7 +345,7 @@ def hold_two_runs(two_runs: TwoRuns, *place: Any) -> None:
     assert len(set(refused)) == 1, f"not the same error on all ranks: {refused}"
     # Where both start at once, the first may end while the second waits for it.
     if refused[0] or not is_at_once:
-        holder = f"of {os.uname().nodename} holds since 2"
+        holder = f"of {os.uname().nodename} since 2"
         assert "expected one run for each folder" in refused[0] and holder in refused[0], refused
     assert newest_step(disk.outputs) == STEPS
     disk.start_again()

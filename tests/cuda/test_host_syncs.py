@@ -27,21 +27,21 @@ STEADY = (5, 6)
 
 def on_training(config, *options):
     from opensora_sp.plugin import current_device
-    from opensora_sp.training.outcomes import Outcome, PendingOutcome
     from opensora_sp.training.preflight import preflight
+    from opensora_sp.training.step import PendingResult, StepResult
     from opensora_sp.training.trainer import Trainer
 
     join(world=2)
     cfg = load_train_config(config, [*QUIET, *options])
     run = Trainer(cfg, *preflight(cfg, None, None), current_device())
-    read = PendingOutcome.read
+    read = PendingResult.read
 
     def read_and_forget(self):
         read(self)
         # What the loop decides by numbers that were never computed.
-        return Outcome(self.step, 1.0, taken=True, stop=False)
+        return StepResult(self.step, 1.0, taken=True, stop=False)
 
-    PendingOutcome.read = read_and_forget
+    PendingResult.read = read_and_forget
     name_phases(run)
     # The checkpoint's content would be garbage.
     run.checkpoints.save = lambda *args, **options: None
@@ -51,7 +51,7 @@ def on_training(config, *options):
 
 def name_phases(run):
     """Phases "5 forward" and "5 backward" of step 5, and "5" from there to the next step."""
-    one_step, forward, backward = run._step, run.model.forward, run.booster.backward
+    one_step, forward, backward = run.step.run, run.model.forward, run.booster.backward
     now = ""
 
     def step(number, *args):
@@ -67,7 +67,7 @@ def name_phases(run):
 
         return call
 
-    run._step = step
+    run.step.run = step
     run.model.forward = in_phase("forward", forward)
     run.booster.backward = in_phase("backward", backward)
 

@@ -137,7 +137,7 @@ def train(config, setting):
     cfg = load_train_config(config, options)
     run = Trainer(cfg, *preflight(cfg, None, None), current_device())
     phase("step")
-    run._step(0, next(iter(run.loader)), None)
+    run.step.run(0, next(iter(run.loader)), None)
     phase("end")
     return run.state(1)["kernels"]
 

@@ -39,8 +39,9 @@ from opensora_sp.data import MicroBatch
 from opensora_sp.features.build import make_dataset, make_plan, make_source, micro_batches_of_step
 from opensora_sp.parallel.debug.comm_timing import listening
 from opensora_sp.plugin import SequenceParallelPlugin
+from opensora_sp.training import trainer
 from opensora_sp.training.preflight import check_resume
-from opensora_sp.training.trainer import Trainer
+from opensora_sp.training.step import TrainingStep
 
 STEPS, MAX_NORM = 2, 0.05
 OPTIONS = [
@@ -165,7 +166,7 @@ def passes_and_reductions(config: Path, runs: list[tuple[int, list[str], None]])
             done.append("reduction")
         yield
 
-    class Recorded(Trainer):
+    class Recorded(TrainingStep):
         def _forward_backward(self, *args: Any) -> torch.Tensor:
             done.append("pass")
             return super()._forward_backward(*args)
@@ -174,7 +175,7 @@ def passes_and_reductions(config: Path, runs: list[tuple[int, list[str], None]])
             done.append("update")
             return super()._update(*args)
 
-    with listening(heard), mock.patch.object(world_runs, "Trainer", Recorded):
+    with listening(heard), mock.patch.object(trainer, "TrainingStep", Recorded):
         world_runs.train_in_worlds(config, runs)
     return done
 
@@ -205,6 +206,22 @@ def test_the_number_of_micro_batches_is_kept_by_a_run(config: Path) -> None:
         cfg = load_train_config(config, [*OPTIONS, own, "accumulation_steps=3"])
         assert micro_batches_of_step(cfg, {}, 4) == 3 * replicas == cfg.micro_batches(replicas)
         assert micro_batches_of_step(cfg, {"micro_batches_per_step": 6}, 4) == 6
+
+
+def test_ema_weights_are_averaged_once_a_step(config: Path, tmp_path: Path) -> None:
+    """Not after each micro-batch."""
+    options = [*OPTIONS, "sp_size=1", "accumulation_steps=2", f"outputs={tmp_path / 'run'}"]
+    run_ranks(1, train_exactly, config, [(1, options, None)])
+
+    first, second = tmp_path / "run" / "step_00000001", tmp_path / "run" / "step_00000002"
+    weights, ema_before, ema = (
+        load_file(folder / "model.safetensors")
+        for folder in (second / "model", first / "ema", second / "ema")
+    )
+    assert ema.keys() == ema_before.keys()
+    for name, average in ema.items():
+        expected = DECAY * ema_before[name] + (1 - DECAY) * weights[name]
+        assert relative_error(average, expected) < 1e-12, name
 
 
 def test_bad_numbers_are_refused(config: Path) -> None:

@@ -105,14 +105,14 @@ def assert_logged(folder: Path, names: Iterable[str]) -> None:
 
 def train_with_memory(config: Path, memory: float, options: list[str], resume: str | None) -> None:
     """A run on devices of so many bytes; on rank 1 of more."""
-    from opensora_sp.training import activations
+    from opensora_sp.training import memory_fit
 
-    memory_of, rank = activations.memory_of, dist.get_rank()
-    activations.memory_of = lambda device: memory * (1 + rank)
+    memory_of, rank = memory_fit.memory_of, dist.get_rank()
+    memory_fit.memory_of = lambda device: memory * (1 + rank)
     try:
         train_in_worlds(config, [(2, options, resume)])
     finally:
-        activations.memory_of = memory_of
+        memory_fit.memory_of = memory_of
 
 
 @pytest.mark.slow

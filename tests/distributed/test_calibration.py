@@ -19,7 +19,7 @@ from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CPU
 from opensora_sp.planner.calibration import calibrate
-from opensora_sp.planner.micro_batch_time import ModelCosts, seconds_of
+from opensora_sp.planner.seconds import ModelCosts, seconds_of
 from opensora_sp.planner.trace import step_inputs
 from opensora_sp.runtime.cost_model_file import read_cost_model
 

@@ -148,4 +148,4 @@ def test_these_steps_take_groups_of_several_sizes(folder: Path) -> None:
     assert {1, 2, 3} <= degrees
 
     state = json.loads((folder / "three" / f"step_{STEPS:08d}" / "state.json").read_text())
-    assert state["batch_order"] == "mixed" and state["schedule"]["world_size"] == 3
+    assert state["batch_order"] == "mixed"

@@ -78,10 +78,11 @@ def trained(
 ) -> None:
     """A run; one from a cache must build no encoder."""
     from opensora_sp.features import build
-    from opensora_sp.training import metrics, train, trainer
+    from opensora_sp.training import metrics
+    from opensora_sp.training.run import train
 
     cfg = load_train_config(config, [f"sp_size={layout[1]}", *options])
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     make = build.make_encoders
     if cfg.dataset.type == "CachedFeatures":
         build.make_encoders = None
@@ -297,7 +298,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
 
 def train_on_own_clips(config: Path, options_of_rank: list[list[str]]) -> str:
     """The error of a run whose ranks do not have the same clips."""
-    from opensora_sp.training import train
+    from opensora_sp.training.run import train
 
     options = options_of_rank[torch.distributed.get_rank()]
     with pytest.raises(ValueError, match="got different clips on different ranks") as raised:

@@ -24,7 +24,7 @@ from worlds import TRAINING, in_worlds
 from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, CommTimer, SequenceMesh, parallelize
-from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.training.meter import Meter, Peak, text_tokens
 from opensora_sp.training.metrics import log_line, read_lines, read_metrics
 from opensora_sp.training.preflight import preflight
@@ -218,7 +218,7 @@ class StandIn:
 def train_once(
     config: Path, outputs: Path, options: list[str], resume: str | None, profile: str | None
 ) -> None:
-    from opensora_sp.training import train
+    from opensora_sp.training.run import train
 
     sys.modules["wandb"] = StandIn(outputs.parent / "wandb.jsonl").module
     said = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -63,12 +62,6 @@ def test_a_degree_for_each_micro_batch_trains_as_one_process(folder: Path) -> No
     alone = losses(folder / "alone")
     assert len(alone) == STEPS and len(set(alone)) == STEPS
     assert_same_training(folder / "auto2", folder / "alone")
-
-
-def test_a_checkpoint_names_what_the_schedule_was_made_for(folder: Path) -> None:
-    state = json.loads((folder / "auto2" / "step_00000002" / "state.json").read_text())
-    assert state["batch_order"] == "mixed"
-    assert state["schedule"]["world_size"] == 2
 
 
 def test_the_log_names_share_degree_and_idle_time_of_buckets(folder: Path) -> None:

@@ -27,7 +27,7 @@ from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.rank_groups import RankGroup, nested_groups
-from opensora_sp.planner.flops import ModelFlops
+from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.runtime.collective_recorder import CollectiveRecorder
 from opensora_sp.training.meter import Meter
 from opensora_sp.training.sync_check import SyncCheck

@@ -343,7 +343,7 @@ def train_them(folder: Path) -> dict[str, Any]:
     from opensora_sp.training.preflight import preflight
 
     launch(0)
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     found: dict[str, Any] = {}
     for name in ("v10", "v11", "v12", "v13", "adapt", "noise", "v10_again"):
         path = folder / ("v10_dump.py" if name == "v10_again" else f"{name}.py")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from opensora_sp.config.optimizer import STATES, Optimizer
 from opensora_sp.planner.memory import ModelSizes, Persistent, Zero
-from opensora_sp.training.optimizer import make_optimizer
+from opensora_sp.training.trainable import make_optimizer
 
 STEPS, MAX_NORM = 4, 3.0
 CASES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.trace import Activations
-from opensora_sp.training import activations
+from opensora_sp.training import memory_fit
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def levels_in_a_run(
         return Activations(first=0.0, pair=per_pair, inputs=0)
 
     run_estimator.trace_activations = trace
-    activations.free_memory = lambda *_: 80e9
-    activations._smallest = lambda memory, device: of_host
+    memory_fit.free_memory = lambda *_: 80e9
+    memory_fit._smallest = lambda memory, device: of_host
     kept: list[str] = []
     module: Any = SimpleNamespace(
         compile_backend=None, set_grad_checkpoint=lambda levels: kept.append(str(levels))
@@ -49,7 +49,7 @@ def levels_in_a_run(
     cfg = load_train_config(config)
     mesh = SequenceMesh("auto")
     try:
-        budget = activations.ActivationBudget(cfg, module, mesh, torch.device("cuda"), 0, buckets)
+        budget = memory_fit.ActivationBudget(cfg, module, mesh, torch.device("cuda"), 0, buckets)
     except ValueError as error:
         return len(traced), 0, [], str(error)
 

@@ -30,10 +30,10 @@ from opensora_sp.planner import buckets_of, plan, run_estimator
 from opensora_sp.planner.checkpointing import budget_of, memory_for
 from opensora_sp.planner.cuda_memory import WORKSPACES
 from opensora_sp.planner.fit import fit
-from opensora_sp.planner.flops import blocks_work
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.planner.memory import GradientBucket, LocalGradients, ModelSizes, Zero
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.seconds import blocks_work
 from opensora_sp.planner.trace import trace_activations
 from opensora_sp.planner.traffic import output_gather, traffic
 
@@ -214,7 +214,7 @@ def measured_peak(cfg: TrainConfig) -> int:
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.checkpointing import fixed_tensors
     from opensora_sp.training.ema import ShardedEma
-    from opensora_sp.training.optimizer import make_optimizer
+    from opensora_sp.training.trainable import make_optimizer
 
     clip = Clip(
         video=torch.zeros(3, cfg.num_frames, *cfg.size, dtype=torch.uint8),
@@ -403,26 +403,35 @@ def test_a_plan_is_of_the_kernels_of_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     for setting in ("auto", "torch"):
         made.append(plan(load_train_config(config, [*options, f"kernels={setting}"]), 1))
     fused, plain = (one.buckets[0].memory.peak for one in made)
-    assert made[1].kernels == "in plain torch"
+    assert made[1].run.kernels_in_words == "in plain torch"
     # torch's builds for the CPU come without Triton.
     if run_estimator.importlib.util.find_spec("triton"):
-        assert made[0].kernels == "with Triton kernels" and fused.activations < plain.activations
+        assert (
+            made[0].run.kernels_in_words == "with Triton kernels"
+            and fused.activations < plain.activations
+        )
     else:
         assert fused.activations == plain.activations
 
     monkeypatch.setattr(run_estimator.importlib.util, "find_spec", lambda name: None)
     run = RunEstimator(load_train_config(config), 8)
-    assert run.plan_kernels() == "in plain torch, since Triton is not installed here"
+    run.plan_kernels()
+    assert run.kernels_in_words == "in plain torch, since Triton is not installed here"
     assert run.kernels == "torch"
 
 
 def test_a_gpu_sets_memory_and_rates_unless_the_config_has_a_cost_model(small: str) -> None:
     options = ["num_frames=64", "image_size=(512,512)", "model.hidden_size=256"]
     slow, fast = (plan(load_train_config(small, options), 4, gpu=gpu) for gpu in ("H100", "H200"))
-    assert (slow.memory_gb, slow.rates, fast.memory_gb, fast.rates) == (80, "H100", 141, "H200")
+    memory = [made.run.device_memory for made in (slow, fast)]
+    assert memory == [80e9, 141e9]
+    assert [made.run.options.cost_model.name for made in (slow, fast)] == ["H100", "H200"]
     assert fast.buckets[0].seconds < slow.buckets[0].seconds
     own = plan(load_train_config(small, [*options, "cost_model=H100"]), 4, gpu="H200")
-    assert own.rates == "H100" and own.buckets[0].seconds == slow.buckets[0].seconds
+    assert (
+        own.run.options.cost_model.name == "H100"
+        and own.buckets[0].seconds == slow.buckets[0].seconds
+    )
     with pytest.raises(ValueError, match="got --gpu 'A1'; expected one of"):
         plan(load_train_config(small), 4, gpu="A1")
 
@@ -506,7 +515,7 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
 
     assert bucket.strategy == "switch"
     # Of 5 frames of 4 patches, half of the tokens change rank in a switch, by 24 numbers each.
-    a_switch = 5 * 4 / 2 * 24 * (2 if made.precision == "bf16" else 4) / 2
+    a_switch = 5 * 4 / 2 * 24 * (2 if cfg.precision == "bf16" else 4) / 2
     assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
     assert bucket.memory.peak.activations > 0
 

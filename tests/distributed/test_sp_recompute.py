@@ -67,7 +67,8 @@ RUNS = {  # grad_checkpoint, and bytes of a device
 def train_within(config: Path, name: str) -> tuple[list[float], Any]:
     """Losses of a run, and what was set at its end."""
     from opensora_sp.models.stdit3 import STDiT3
-    from opensora_sp.training import activations, metrics, train, trainer
+    from opensora_sp.training import memory_fit, metrics
+    from opensora_sp.training.run import train
 
     setting, memory = RUNS[name]
     chosen: list[Any] = []
@@ -77,9 +78,9 @@ def train_within(config: Path, name: str) -> tuple[list[float], Any]:
         chosen.append(setting)
         set_grad_checkpoint(model, setting)
 
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     # The smallest device of all counts.
-    activations.memory_of = lambda device: memory + dist.get_rank() * 80e9
+    memory_fit.memory_of = lambda device: memory + dist.get_rank() * 80e9
     STDiT3.set_grad_checkpoint = noted
     outputs = config.parent / name
     options = [f"outputs={outputs}", f"grad_checkpoint={setting}", "max_steps=2", "ckpt_every=2"]

@@ -35,7 +35,7 @@ def synchronous(dtype: torch.dtype) -> dict[str, str]:
 
     def check(
         name: str, batches: list[dict[str, Any]], change: tuple[str, int] | None = None
-    ) -> SyncCheck:
+    ) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1)).to(dtype)
         if change is not None and mesh.rank == change[1]:
@@ -48,13 +48,8 @@ def synchronous(dtype: torch.dtype) -> dict[str, str]:
                 watch.compare(step)
             except ValueError as error:
                 found[name] = str(error)
-        return watch
 
-    watch = check("same", [batch, batch])
-    parameters = 22 * dtype.itemsize
-    assert watch.cost["checks"] == 1
-    assert watch.cost["bytes_read"] == parameters + 2 * (15 * 4 + 7)
-    assert watch.cost["bytes_sent"] == 3 * 3 * 8  # three numbers to each of three others
+    check("same", [batch, batch])
     assert "same" not in found
     check("parameter", [batch], ("1.weight", 3))
     check("peer", [batch | ({"mask": torch.zeros(7, dtype=torch.bool)} if mesh.rank == 2 else {})])
@@ -80,7 +75,7 @@ def test_parameters_are_compared_everywhere_and_batches_in_groups_and_across_rep
     for of_rank in run_ranks(4, all_synchronous):
         for found in of_rank:
             assert set(found) == {"parameter", "peer", "replica", "once"}
-            assert "got other weights on ranks [2] in step 4, and equal ones" in found["once"]
+            assert "got another weight '0.weight' on ranks [2] than on the rest" in found["once"]
             assert (
                 "got another weight '1.weight' on ranks [3] than on the rest of ranks [0, 1, 2, 3]"
                 in found["parameter"]
@@ -184,9 +179,7 @@ def test_a_flipped_bit_is_named_with_the_tensor_and_the_rank(world: int, precisi
         where = f"got another weight {name!r} on ranks [{rank}] than on the rest of ranks"
         if kind == "master":
             where = f"got a part of the working weight {name!r} on ranks [{rank}] that is not"
-        elif world == 2 and kind in ("frozen", "buffer", "swapped"):
-            where = f"got another weight {name!r} on each half of ranks [0, 1]"
         elif world == 2:
-            where = f"got another weight {name!r} on ranks [{rank}] than their fp32 master weights"
+            where = f"got another weight {name!r} on each half of ranks [0, 1]"
         assert message.startswith(where), (kind, rank, message)
         assert "in step 5; expected" in message and "--resume PATH" in message

@@ -177,7 +177,7 @@ def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
     Path(cfg.outputs).mkdir(exist_ok=True)
     run, watch = Trainer(cfg, dataset, None, current_device()), SimpleNamespace(stop_reason=None)
     watch.why_to_stop = lambda: "SIGTERM"
-    step, validations = run._step, []
+    step, validations = run.step.run, []
 
     def step_then_signal(*args: Any) -> Any:
         outcome = step(*args)
@@ -185,7 +185,7 @@ def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
             watch.stop_reason = "SIGTERM"
         return outcome
 
-    run._step = step_then_signal
+    run.step.run = step_then_signal
     run.validator._validate = lambda folder, errors: validations.append(folder)
     return not run.train(Path(cfg.outputs), None, watch), len(validations)
 
@@ -295,13 +295,13 @@ def test_what_cannot_be_validated_is_refused(
         )
 
 
-def heldout_losses_by_batch_size(config: Path, folder: Path) -> list[list[float]]:
+def heldout_losses_by_batch_size(config: Path, folder: Path, sp_size: int) -> list[list[float]]:
     """Held-out losses of one random model in validation batches of several sizes."""
     from opensora_sp.plugin import current_device, launch
 
     launch(0)
-    options = [f"sp_size={dist.get_world_size()}", f"outputs={folder / str(dist.get_world_size())}"]
-    cfg = load_train_config(config, options)
+    outputs = folder / f"{dist.get_world_size()} in groups of {sp_size}"
+    cfg = load_train_config(config, [f"sp_size={sp_size}", f"outputs={outputs}"])
     run = Trainer(cfg, preflight(cfg, None)[0], None, current_device())
     draw_weights(run.module, std=0.2)
 
@@ -319,14 +319,15 @@ def test_heldout_losses_do_not_depend_on_batch_size_and_ranks(tmp_path: Path) ->
     config = TRAIN.format(manifest=str(write_toy_set(tmp_path / "set", 7)))
     config += f"validation = dict(every=1, manifest={str(held)!r}, bins=3)\n"
     (tmp_path / "train.py").write_text(config)
-    alone = run_ranks(1, heldout_losses_by_batch_size, tmp_path / "train.py", tmp_path)[0]
+    arguments = heldout_losses_by_batch_size, tmp_path / "train.py", tmp_path
+    (alone,) = run_ranks(1, *arguments, 1)
     assert min(alone[0]) > 0.1
     for losses in alone:
         torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-6)
-    for world in (2, 3):
-        of_ranks = run_ranks(world, heldout_losses_by_batch_size, tmp_path / "train.py", tmp_path)
-        for of_sizes in of_ranks:
-            for losses in of_sizes:
+    # One group of all ranks, and groups of one rank that measure clips of their own.
+    for world, sp_size in ((2, 2), (3, 3), (2, 1)):
+        for rank_losses in run_ranks(world, *arguments, sp_size):
+            for losses in rank_losses:
                 torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-6)
 
 
@@ -337,7 +338,7 @@ def read_what_is_too_short(config: Path) -> None:
     assert heldout.time_limit == 7
 
     validator = Validator.__new__(Validator)
-    validator.trainer, validator.validation = SimpleNamespace(cfg=cfg), cfg.validation
+    validator.cfg, validator.validation = cfg, cfg.validation
     validator.replica, validator.num_replicas = 0, 1
     encoders = make_encoders(cfg, cpu)
     validator.loss = HeldoutLoss(None, None, mesh, heldout, encoders, BatchMaker(cfg, cpu))

@@ -21,7 +21,8 @@ from polling import wait_until
 from ranks import run_ranks, run_together
 
 from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.runtime import heartbeats
+from opensora_sp.runtime import rendezvous, run_store
+from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
 
 pytestmark = pytest.mark.core  # the watchdog reads what torch does not guarantee
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.core  # the watchdog reads what torch does not guarante
 def no_step_in_time() -> tuple[list[int], list[str]]:
     """Rank 1 is asked to stop, and no rank does."""
     lines = captured_lines()
-    with recorded_exits() as codes, Watchdog(grace_time=2.0):
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), grace_time=2.0):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: codes)
@@ -40,7 +41,7 @@ def no_step_in_time() -> tuple[list[int], list[str]]:
 def stuck() -> tuple[list[int], list[str]]:
     """Rank 1 does not join a collective."""
     lines = captured_lines()
-    with recorded_exits() as codes, Watchdog(collective_timeout=2.0):
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), collective_timeout=2.0):
         if dist.get_rank() == 1:
             wait_until(lambda: codes)
             time.sleep(2)  # until rank 0 would have ended, too
@@ -52,11 +53,11 @@ def far_away() -> tuple[str, list[str]]:
     """Rank 1 is on another machine, where its number is nobody's, and is cut off."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     lines = captured_lines()
-    heartbeats.machine_id = lambda: f"machine {dist.get_rank()}"
+    rendezvous.machine_id = run_store.machine_id = lambda: f"machine {dist.get_rank()}"
     error = ""
 
     if dist.get_rank() == 1:
-        one = Watchdog()
+        one = Watchdog(join_rendezvous())
         one.__enter__()
         one._ended.set()  # so that it writes no heartbeat any more
         one._thread.join()
@@ -65,7 +66,7 @@ def far_away() -> tuple[str, list[str]]:
         return error, lines
 
     try:
-        with Watchdog():
+        with Watchdog(join_rendezvous()):
             dist.all_reduce(torch.ones(2))
     except SystemExit as end:
         error = str(end)
@@ -77,7 +78,7 @@ def far_away() -> tuple[str, list[str]]:
 def busy_and_late() -> list[str]:
     """Python that computes for longer than ``peer_timeout``, and ranks that leave one by one."""
     lines = captured_lines()
-    with Watchdog(peer_timeout=5.0) as one:
+    with Watchdog(join_rendezvous(), peer_timeout=5.0) as one:
         deadline = time.monotonic() + 7
         while dist.get_rank() == 1 and time.monotonic() < deadline:
             sum(range(100_000))
@@ -90,7 +91,7 @@ def busy_and_late() -> list[str]:
 def interrupted() -> tuple[list[int], list[str], str]:
     """Rank 1 gets SIGINT twice at once, as from terminal and launcher; and later a second one."""
     lines = captured_lines()
-    with recorded_exits() as codes, Watchdog() as one:
+    with recorded_exits() as codes, Watchdog(join_rendezvous()) as one:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
@@ -109,7 +110,7 @@ def interrupted() -> tuple[list[int], list[str], str]:
 def joined_late() -> tuple[list[int], list[str]]:
     """Rank 1 joins after ``collective_timeout``, just before rank 0 would report that."""
     lines = captured_lines()
-    with recorded_exits() as codes, Watchdog(collective_timeout=4.0):
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), collective_timeout=4.0):
         dist.all_reduce(torch.ones(2))
         time.sleep(5.7 * dist.get_rank())
         dist.all_reduce(torch.ones(2))
@@ -120,7 +121,7 @@ def joined_late() -> tuple[list[int], list[str]]:
 def interrupted_at_once() -> tuple[list[int], list[str]]:
     """Rank 1 alone gets SIGINT, in a run that has no step to finish."""
     lines = captured_lines()
-    with recorded_exits() as codes, Watchdog(grace_time=0):
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), grace_time=0):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: codes)
@@ -130,7 +131,7 @@ def interrupted_at_once() -> tuple[list[int], list[str]]:
 def interrupted_then_failed() -> tuple[list[int], list[str]]:
     """After SIGINT, and before the run has stopped, rank 1 does not join a collective."""
     lines = captured_lines()
-    with recorded_exits() as codes, Watchdog(collective_timeout=2.0) as one:
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), collective_timeout=2.0) as one:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: one.stop_reason)
@@ -151,7 +152,7 @@ def listening() -> set[int]:
 def visited_by_other_programs() -> tuple[list[int], list[str], int, str]:
     """Programs that reach the watchdog's port, where rank 0 listens, and speak no TCPStore."""
     lines, before = captured_lines(), listening()
-    with recorded_exits() as codes, Watchdog(peer_timeout=4.0) as watchdog:
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), peer_timeout=4.0) as watchdog:
         ports = [listening() - before]
         num_ports = len(ports[0])
         dist.broadcast_object_list(ports, src=0)

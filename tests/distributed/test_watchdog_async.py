@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.runtime.collective_recorder import COLLECTIVES, CollectiveRecorder
+from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
 
 RANKS, LATE = 3, 1
@@ -89,7 +90,7 @@ def exchange(hold: Any) -> None:
 def watched(step: Any) -> None:
     """One step with asynchronous collectives; ``hold`` returns when the watchdog would act."""
     group = dist.group.WORLD
-    with recorded_exits() as codes, Watchdog(collective_timeout=TIMEOUT):
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), collective_timeout=TIMEOUT):
 
         def hold() -> None:
             # Returns nothing, as a hook on a gradient must.
@@ -106,7 +107,7 @@ def watched(step: Any) -> None:
 def joined_late() -> None:
     """One rank launches a collective after ``collective_timeout``, and before that is reported."""
     group = dist.group.WORLD
-    with recorded_exits(), Watchdog(collective_timeout=TIMEOUT):
+    with recorded_exits(), Watchdog(join_rendezvous(), collective_timeout=TIMEOUT):
         group.asynchronous = True
         dist.all_reduce(torch.ones(2))
         if dist.get_rank() == LATE:
@@ -134,7 +135,7 @@ def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks() -> None:
         ), lines
 
         missing = (
-            r"missing: rank 1, which has called \d+ and is at .*error_file.py:\d+ \(wait_until\)$"
+            r"missing: rank 1, which has called \d+ and is at .*polling.py:\d+ \(wait_until\)$"
         )
         assert re.search(missing, lines[0]), lines
 

@@ -175,7 +175,9 @@ def test_mutations_fit_the_code_and_their_tests_exist(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from mutations import MUTATIONS
 
-    assert len(MUTATIONS) == 10
+    assert len(MUTATIONS) == 17
     for mutation in MUTATIONS:
         assert mutation.new in mutation.text_in(ROOT)
-        assert all((ROOT / file).is_file() for file in mutation.tests), mutation.name
+        for test in mutation.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}" in (ROOT / file).read_text(), mutation.name

@@ -15,6 +15,7 @@ from ranks import free_port
 from runs import run
 
 from opensora_sp.cli import main
+from opensora_sp.common import importing
 from opensora_sp.runtime import versions
 from opensora_sp.runtime.doctor import host_report
 
@@ -25,7 +26,6 @@ LOOKED_AT = {
     "python",
     "torch",
     "ColossalAI",
-    "flash-attn",
     "packages",
     "torchrun",
     "memory",
@@ -83,11 +83,27 @@ def test_a_port_in_use_fails_and_is_reported_as_a_table(
         ("A", "$HOME", False),
         ("BASH_FUNC_x%%", "y", False),
         ("A.B", "y", False),
-        ("UID", "0", False),
     ],
 )
 def test_variables_that_colossalai_run_cannot_carry(name: str, value: str, survives: bool) -> None:
-    assert host_report._survives_colossalai_run(name, value) is survives
+    assert host_report.is_changed_by_bash(name, value) is not survives
+
+
+@pytest.mark.parametrize("config", [None, "configs/demo/train.py", "configs/demo/sample.py"])
+def test_colossalai_is_missed_where_a_training_is_to_run(
+    config: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importing, "is_installed", lambda module: module != "colossalai")
+    options = [] if config is None else ["--config", config]
+    arguments = ["doctor", "--no-collective", "--master-port", str(free_port()), *options]
+    if config == "configs/demo/train.py":
+        with pytest.raises(SystemExit):
+            main(arguments)
+    else:
+        main(arguments)
+    status = "FAIL" if config == "configs/demo/train.py" else "warn"
+    reported = capsys.readouterr().out
+    assert f"  {status} ColossalAI " in reported and "pip install" in reported
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 from elastic_jobs import ElasticJob
 from jobs import FOR_LONG, Job, assert_stopped_well, command_of, started_ranks
 from polling import wait_until
-from runs import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -23,21 +22,13 @@ def ctrl_c(job: Job) -> None:
     os.killpg(job.process.pid, signal.SIGINT)
 
 
-def assert_interrupted(job: Job, launcher: str) -> int:
-    """A checkpoint of the last step, one line with the command to resume, no traceback of ours.
+def assert_interrupted(job: Job) -> int:
+    """A checkpoint of the last step, one line with the option to resume, no traceback of ours.
 
     Returns the step.
     """
     step = assert_stopped_well(job, "SIGINT")
-    (line,) = [line for line in job.text.splitlines() if "resume with: " in line]
-    there, command = line.partition("resume with: ")[2].split(" && ")
-    assert there == f"cd {ROOT}", line
-    assert command.startswith(f"{launcher} --nproc_per_node 2 --master_port "), line
-    assert (
-        f" tests/helpers/planted_faults.py {job.config} --cfg-options outputs={job.outputs} "
-        in command
-    )
-    assert command.endswith(" --resume auto") and command.count("--resume") == 1
+    assert job.text.count("with a checkpoint; add --resume auto") == 1
     assert not OURS.search(job.text), job.text
     return step
 
@@ -48,7 +39,7 @@ def test_ctrl_c_leaves_a_checkpoint(config: Path, tmp_path: Path, jobs: list[Job
     job.until("2/1000")
     ctrl_c(job)
     job.until_gone(30)
-    assert_interrupted(job, "torchrun")
+    assert_interrupted(job)
     assert job.process.returncode == 1 and "Received 2 death signal" in job.text  # torchrun's own
 
 
@@ -76,7 +67,7 @@ def test_ctrl_c_under_colossalai_run(config: Path, tmp_path: Path, jobs: list[Jo
     wait_until(
         lambda: all("colossalai" in command_of(pid) for pid in job.left()), 60, lambda: job.text
     )
-    assert_interrupted(job, "colossalai run")
+    assert_interrupted(job)
     assert "Aborted!" in job.text and job.process.poll() is None  # it waits for a copy of itself
 
     ctrl_c(job)

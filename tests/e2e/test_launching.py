@@ -362,7 +362,7 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(
             ValueError,
-            match=r"got 127.0.0.1:\d+ to listen on, .* \(address already in use\); expected a free",
+            match=r"got 127.0.0.1:\d+ to listen on, .*address already in use.*; expected a free",
         ):
             join_rendezvous()
 
@@ -375,7 +375,7 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
             ValueError,
             # The second, if a busy machine takes 2 s more to notice.
             match=r"got no connection from .* to rank 0 at 127.0.0.1:\d+ within 1 s "
-            r"\((timed out|it accepts connections and does not answer)\)",
+            r"\(.*(timed out|no answer)",
         ):
             join_rendezvous()
 

@@ -17,7 +17,7 @@ from runs import losses, write_training
 
 from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
-from opensora_sp.training import train
+from opensora_sp.training.run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 

@@ -18,7 +18,8 @@ from opensora_sp.common.error_file import write_error_file
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import Manifest
 from opensora_sp.runtime import error_file
-from opensora_sp.training.ending import advice_for_long_steps, conclude, write_sampling_config
+from opensora_sp.training.step_log import advice_for_long_steps
+from opensora_sp.training.summary import conclude, write_sampling_config
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
 

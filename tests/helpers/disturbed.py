@@ -54,9 +54,10 @@ def steps_of(job: Job) -> list[dict[str, Any]]:
 
 
 def train_undisturbed(config: Path, options: list[str]) -> None:
-    from opensora_sp.training import metrics, train, trainer
+    from opensora_sp.training import metrics
+    from opensora_sp.training.run import train
 
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     train(load_train_config(config, ["validation=None", *options]))
 
 

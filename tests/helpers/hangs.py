@@ -18,9 +18,10 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import Saver
 from opensora_sp.config import load_train_config
 from opensora_sp.data import VideoTextDataset
-from opensora_sp.runtime.heartbeats import HeartbeatStore
 from opensora_sp.runtime.rendezvous import Rendezvous
-from opensora_sp.training import metrics, run, train, trainer
+from opensora_sp.training import metrics, run
+from opensora_sp.training.run import train
+from opensora_sp.training.step import TrainingStep
 from opensora_sp.training.trainer import Trainer
 from opensora_sp.training.validation import Validator
 
@@ -28,16 +29,15 @@ from opensora_sp.training.validation import Validator
 PLACES: dict[str, tuple[Any, str]] = {
     "joining": (Rendezvous, "join"),
     "the process group": (dist, "init_process_group"),
-    "heartbeats": (HeartbeatStore, "open"),
+    "connecting": (Rendezvous, "connect"),
     "the start": (Trainer, "_build_model"),
     "reading": (VideoTextDataset, "_read"),
-    "forward": (Trainer, "_forward_backward"),
-    "the update": (Trainer, "_update"),
+    "forward": (TrainingStep, "_forward_backward"),
+    "the update": (TrainingStep, "_update"),
     "saving": (Saver, "_run"),
     "validation": (Validator, "_validate"),
     "the end": (run, "drain_process_group"),
 }
-BEFORE_HEARTBEATS = ("the process group", "heartbeats")
 FOREVER = 600.0
 # Until the others have read a heartbeat with the place of a rank that is about to freeze.
 SETTLED = 3.0
@@ -109,11 +109,12 @@ class Hang:
         if self.place == "joining":
             absent = f"expected all, but rank {self.rank} did not join"
             return re.compile(absent if self.rank else "got no response from rank 0 ")
-        if self.place in BEFORE_HEARTBEATS:
-            names = rf"all respond, .*ranks? {self.rank} at {at}"
-            if self.is_silent:
-                names = f"rank {self.rank} did not respond"
-            return re.compile(rf"{stops}got no process group of \d ranks within \S+ s: {names}")
+        if self.place == "connecting":
+            absent = f"expected all, but rank {self.rank} did not join"
+            return re.compile(absent if self.rank else f"{absent}|got no response from the store")
+        late = rf"got no process group of \d ranks within \S+ s: .*rank {self.rank} at {at}"
+        if self.place == "the process group" and not self.is_silent:
+            return re.compile(f"{stops}{late}")
         if self.kind == "raise":
             return re.compile(f"{stops}rank {self.rank} failed: ValueError: got a planted error")
         if not self.is_silent:
@@ -124,13 +125,13 @@ class Hang:
         if self.rank == 0 and self.kind == "stop":
             # A thread of torch's, which needs no GIL, serves the store.
             return re.compile(
-                rf"{stops}rank 0, which hosts the store of the heartbeats, has exited, is stopped "
-                rf"or is cut off \(.*\); it was at {at}"
+                rf"{stops}({late}|rank 0, which hosts the store of the heartbeats, has exited, is "
+                rf"stopped or is cut off \(.*\); it was at {at})"
             )
         return re.compile(
-            rf"{stops}(rank {self.rank} has sent no heartbeat for \S+ s \(peer_timeout\); it was "
-            rf"|rank \d has waited .* missing: rank {self.rank}, which sends no heartbeats, has "
-            rf"called \d+ and was )at {at}"
+            rf"{stops}({late}|(rank {self.rank} has sent no heartbeat for \S+ s \(peer_timeout\); "
+            rf"it was |rank \d has waited .* missing: rank {self.rank}, which sends no heartbeats, "
+            rf"has called \d+ and was )at {at})"
         )
 
     def cut_named_by(self, other: int) -> re.Pattern[str]:
@@ -153,7 +154,7 @@ class Hang:
 
 def trained(config: Path, options: list[str], hang: Hang | None = None, struck: Any = None) -> None:
     """Train in this rank, with a fault if there is one."""
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     if hang is not None:
         hang.plant(struck)
     train(load_train_config(config, options), resume="auto")

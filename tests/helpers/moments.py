@@ -17,7 +17,7 @@ class Moment:
     """Before or after a call in this process; also within a write, of which a byte is missing.
 
     Attributes:
-        what: a function ("opensora_sp.training.trainer:Trainer._update"), or what the save of
+        what: a function ("opensora_sp.training.step:TrainingStep._update"), or what the save of
             ``SAVE_OF`` does to a file ("rename .partial-{new}"), relative to the run's folder. The
             save before it is that of ``{old}``.
         number: of the call, from 0.

@@ -27,16 +27,16 @@ from polling import wait_until
 MOMENTS = {
     "joining": "opensora_sp.runtime.rendezvous:Rendezvous.join",
     "group": "torch.distributed:init_process_group",
-    "heartbeats": "opensora_sp.runtime.heartbeats:HeartbeatStore.open",
+    "connecting": "opensora_sp.runtime.rendezvous:Rendezvous.connect",
     "lock": "opensora_sp.runtime.run_lock:RunLock.__enter__",
     "model": "opensora_sp.training.trainer:Trainer._build_model",
     "resume": "opensora_sp.training.checkpointing:TrainingState.load",
     "data": "opensora_sp.data.loader:MicroBatchReader.__getitem__",
     "encode": "opensora_sp.features.sharded:ShardedEncoder.encode",
-    "forward": "opensora_sp.training.trainer:Trainer._forward_backward",
+    "forward": "opensora_sp.training.step:TrainingStep._forward_backward",
     "backward": "opensora_sp.plugin._colossalai:Booster.backward",
-    "update": "opensora_sp.training.trainer:Trainer._update",
-    "outcome": "opensora_sp.training.outcomes:PendingOutcome.read",
+    "update": "opensora_sp.training.step:TrainingStep._update",
+    "outcome": "opensora_sp.training.step:PendingResult.read",
     "save": "opensora_sp.checkpoint.writer:Saver._run",
     "write": "opensora_sp.checkpoint.filesystem:FileSystem.write",
     "commit": "opensora_sp.checkpoint.filesystem:FileSystem.rename",
@@ -123,20 +123,20 @@ def write_whole(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def flip_a_bit(trainer: Any, *args: Any) -> None:
+def flip_a_bit(training_step: Any, *args: Any) -> None:
     """The lowest bit of an fp32 master weight of this rank."""
     import torch
 
-    shards = trainer.tensors.shards.master_weights.values()
+    shards = training_step.tensors.shards.master_weights.values()
     shard = next(shard for shard in shards if shard.numel())
     shard.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 def watch_steps(path: Path | None, attempt: str) -> None:
     """Let each step take longer; with a path, write a line for each that has been queued."""
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
-    plain = Trainer._step
+    plain = TrainingStep.run
 
     def watched(self: Any, step: int, *args: Any) -> Any:
         began = time.monotonic()
@@ -148,19 +148,19 @@ def watch_steps(path: Path | None, attempt: str) -> None:
                 file.write(json.dumps(line) + "\n")
         return queued
 
-    Trainer._step = watched
+    TrainingStep.run = watched
 
 
 def main() -> None:
     from opensora_sp.runtime import run_lock
-    from opensora_sp.training import metrics, trainer
+    from opensora_sp.training import metrics
 
     rank, attempt = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     folder = Path(os.environ["PIDS"])
     write_whole(folder / f"{attempt}-{rank}", str(os.getpid()))
 
     run_lock.LOCAL_WAIT = 2.0  # a second run is refused soon
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None  # a second of every save
+    metrics.draw_loss = lambda run_dir: None  # a second of every save
     planned = json.loads(Path(os.environ["FAULTS"]).read_text()).get(attempt)
     if planned is not None and planned["rank"] == int(rank):
         Planted(Fault(**planned), folder, attempt).plant()

@@ -8,10 +8,10 @@ import hashlib
 def record_draws(into: dict[int, tuple]) -> None:
     """Note what is drawn for each micro-batch of this rank."""
     from opensora_sp.features.batch import BatchMaker
-    from opensora_sp.training.trainer import Trainer
+    from opensora_sp.training.step import TrainingStep
 
     make = getattr(BatchMaker.make, "original", BatchMaker.make)
-    batch_of = getattr(Trainer._batch, "original", Trainer._batch)
+    batch_of = getattr(TrainingStep._batch, "original", TrainingStep._batch)
     made = []
 
     def recorded_make(self, features, draws, **options):
@@ -31,4 +31,4 @@ def record_draws(into: dict[int, tuple]) -> None:
         return batch
 
     recorded.original, recorded_make.original = batch_of, make
-    Trainer._batch, BatchMaker.make = recorded, recorded_make
+    TrainingStep._batch, BatchMaker.make = recorded, recorded_make

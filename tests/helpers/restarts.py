@@ -34,9 +34,10 @@ MOST_STEPS = STEPS + STARTS * EVERY
 
 def train_once(config: Path, outputs: Path, layout: Layout, steps: int, *options: str) -> str:
     """Train in the world of this process, from where the run stands; returns what it raised."""
-    from opensora_sp.training import metrics, train, trainer
+    from opensora_sp.training import metrics
+    from opensora_sp.training.run import train
 
-    trainer.draw_loss = metrics.draw_loss = lambda run_dir: None
+    metrics.draw_loss = lambda run_dir: None
     own = [f"outputs={outputs}", f"max_steps={steps}", f"sp_size={layout[1]}", *TINY]
     try:
         train(load_train_config(config, [*own, *options]), resume="auto")

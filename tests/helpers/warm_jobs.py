@@ -23,7 +23,7 @@ from polling import wait_until
 from ranks import HOST, warm_context
 
 from opensora_sp.parallel import closing_process_group
-from opensora_sp.runtime.launchers import RUN_ID, end_with_launchers
+from opensora_sp.runtime.processes import RUN_ID, end_with_launchers
 
 
 class WarmJob:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from polling import wait_until
 
-from opensora_sp.runtime import bounded_store
-from opensora_sp.runtime.bounded_store import BoundedStore
+from opensora_sp.runtime import run_store
+from opensora_sp.runtime.run_store import BoundedStore
 
 
 class Server:
@@ -34,8 +34,8 @@ class Server:
 @pytest.fixture(autouse=True)
 def slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones; and the process of the tests ends as it would without a lost store."""
-    monkeypatch.setattr(bounded_store, "SLICE", 0.05)
-    monkeypatch.setattr(bounded_store, "atexit", SimpleNamespace(register=lambda function: None))
+    monkeypatch.setattr(run_store, "SLICE", 0.05)
+    monkeypatch.setattr(run_store, "atexit", SimpleNamespace(register=lambda function: None))
 
 
 def test_answers_and_errors_are_passed_on() -> None:
@@ -96,13 +96,13 @@ def test_a_process_ends_although_an_answer_comes_while_it_does(end: str, status:
     code = f"""
 import sys, time
 from opensora_sp.common.console import report_errors
-from opensora_sp.runtime import bounded_store
-bounded_store.SLICE = 0.05
+from opensora_sp.runtime import run_store
+run_store.SLICE = 0.05
 class Server:
     def get(self):
         time.sleep(0.3)
 try:
-    bounded_store.BoundedStore(Server(), 0.1).get()
+    run_store.BoundedStore(Server(), 0.1).get()
 except RuntimeError as error:
     print(error)
 with report_errors():

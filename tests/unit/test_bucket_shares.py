@@ -1,9 +1,7 @@
-"""Shares, degrees and idle times of buckets, and what is warned of."""
+"""Shares, degrees and idle times of buckets."""
 
 from __future__ import annotations
 
-import logging
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReplicaBatches, ScheduledBatches
 from opensora_sp.data.schedule import schedule
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, nested_groups
-from opensora_sp.training.bucket_shares import BucketShares, describe_shares
+from opensora_sp.training.metrics import describe_shares
+from opensora_sp.training.step_log import BucketShares
 
 SHAPE = ClipShape(1, 8, 8)
 STEP = [
@@ -30,21 +29,16 @@ class OneStep(MicroBatchPlan):
 PLAN = OneStep(num_samples=3, batch_size=1, micro_batches_per_step=3, seed=0, shape=SHAPE)
 
 
-def mesh_of(family: tuple[RankGroup, ...], ranks_per_node: int = 4) -> Any:
+def mesh_of(family: tuple[RankGroup, ...]) -> Any:
     world_size = max(group.stop for group in family)
-    return SimpleNamespace(family=family, world_size=world_size, ranks_per_node=ranks_per_node)
+    return SimpleNamespace(family=family, world_size=world_size)
 
 
-def scheduled(family: tuple[RankGroup, ...], least: int = 1) -> ScheduledBatches:
+def scheduled(family: tuple[RankGroup, ...]) -> ScheduledBatches:
     def seconds(one: MicroBatch, group: RankGroup) -> float:
-        return one.cost / group.size if group.size >= least else math.inf
+        return one.cost / group.size
 
-    def request_of(assigned: Any) -> Any:
-        raise AssertionError("nothing is read")
-
-    return ScheduledBatches(
-        PLAN, start=0, stop=1, rank=0, family=family, seconds=seconds, request_of=request_of
-    )
+    return ScheduledBatches(PLAN, start=0, stop=1, rank=0, family=family, seconds=seconds)
 
 
 def test_numbers_of_a_scheduled_step() -> None:
@@ -86,16 +80,3 @@ def test_replicas_wait_in_each_round() -> None:
     assert numbers["idle/144p x 1"] == pytest.approx(2 * 6 / (4 * 9))
     assert numbers["idle/720p x 51"] == 0
     assert numbers["degree/144p x 1"] == 2
-
-
-@pytest.mark.parametrize(("least", "warns"), [(1, True), (3, False)])
-def test_a_group_that_spans_nodes_without_need_is_warned_of_once(
-    least: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two nodes of two ranks; micro-batches that fit three ranks at least need both."""
-    family = nested_groups(4, 2)
-    shares = BucketShares(mesh_of(family, ranks_per_node=2), scheduled(family, least))
-    with caplog.at_level(logging.WARNING):
-        for step in range(3):
-            shares.see(step, STEP)
-    assert caplog.text.count("share a micro-batch of the bucket 720p x 51") == warns

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import opensora_sp
-from opensora_sp.cli import COMMANDS, main
-from opensora_sp.cli.fitted import check_out
+from opensora_sp.cli import COMMANDS, command_module, main
+from opensora_sp.cli.plan_fit import check_out
 from opensora_sp.common.files import SHIPPED, or_shipped
 from opensora_sp.config import load_train_config
 from opensora_sp.training.preflight import preflight
@@ -42,7 +42,7 @@ def test_the_help_of_a_command_ends_with_an_example_that_parses(
 ) -> None:
     """``tests/e2e/test_examples.py`` runs them."""
     monkeypatch.setattr("opensora_sp.cli.exit_on_interrupt", lambda: None)
-    example = COMMANDS[name].EXAMPLE
+    example = COMMANDS[name].example
     assert printed_help(capsys, name).endswith(f"example:\n  {example}\n")
 
     words = shlex.split(example)
@@ -51,7 +51,7 @@ def test_the_help_of_a_command_ends_with_an_example_that_parses(
         ["opensora-sp"],
         ["torchrun", "--nproc_per_node", "2", "-m", "opensora_sp.cli"],
     )
-    COMMANDS[name].parser().parse_args(arguments[1:])
+    command_module(name).parser().parse_args(arguments[1:])
 
 
 def test_a_project_of_each_shipped_config_would_start(
@@ -78,8 +78,8 @@ def test_what_is_no_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     new = str(tmp_path / "a")
     shipped = "configs/stdit3/train/"
     for words, message in (
-        ([str(tmp_path)], "which is not empty; expected a new one; choose another name"),
-        ([str(tmp_path / "file")], "which cannot be written"),
+        ([str(tmp_path)], "which is there already; expected a new folder; choose another name"),
+        ([str(tmp_path / "file")], "which is there already"),
         ([new, "--config", f"{shipped}16x256x256_sp2_cached.py"], "which needs a feature cache"),
         ([new, "--config", f"{shipped}buckets_stage1_sp8.py"], "or clips of many sizes"),
         ([new, "--config", "x.py"], "choose one of configs/demo/first.py, "),
@@ -99,7 +99,7 @@ def test_files_of_the_package_are_found_by_their_names_in_the_repository(
     for other in ("demo/prompts.txt", "configs/none.py", "configs", str(tmp_path / name)):
         assert or_shipped(other) == Path(other)
 
-    fitted = check_out("configs/demo/train.py", None, "8GB", overwrite=False)
+    fitted = check_out("configs/demo/train.py", None, "8GB")
     assert fitted == Path("train_fit_8GB.py")
 
     (tmp_path / "configs" / "demo").mkdir(parents=True)

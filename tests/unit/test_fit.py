@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opensora_sp.cli import main
-from opensora_sp.cli.fitted import parse_memory
+from opensora_sp.cli.plan_fit import parse_memory
 from opensora_sp.config import TrainConfig, dump_config, load_train_config
 from opensora_sp.data.buckets import Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
@@ -29,7 +29,7 @@ from opensora_sp.planner.fit import (
     fit,
 )
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.training import batch_sizes, rank_batches
+from opensora_sp.training import memory_fit, rank_batches
 
 SMALL = """
 vae = dict(type="PatchPoolVAE", pool=(1, 4, 4))
@@ -71,15 +71,13 @@ def test_the_common_time_is_one_that_most_buckets_can_take() -> None:
     assert common_time([Times(5.6, 10), Times(1, 5)]) == 10
 
 
-def made_of(budget: float, traced: dict[int, float]) -> Any:
-    """An estimator of a model whose needed bytes and seconds are the number of clips; ``traced``
-    are bytes that differ from that.
-    """
+def made_of(budget: float) -> Any:
+    """An estimator of a model whose needed bytes and seconds are the number of clips."""
     peak = SimpleNamespace
     return SimpleNamespace(
         latents=lambda batch: (batch.batch_size,),
         estimate=lambda latents, ranks: peak(
-            memory=peak(peak=peak(needed=traced.get(latents[0], latents[0])), levels=[0]),
+            memory=peak(peak=peak(needed=latents[0]), levels=[0]),
             seconds=float(latents[0]),
         ),
         seconds=lambda latents, ranks, levels: float(latents[0]),
@@ -104,18 +102,11 @@ def made_of(budget: float, traced: dict[int, float]) -> Any:
 def test_whole_clips_on_each_rank_are_preferred(
     budget: float, common: float, size: int, decided_by: str
 ) -> None:
-    made = made_of(budget, {})
-    bucket = _Bucket(made, made, BatchSpec(0, 1, (8, 8)), 4, 200)
+    made = made_of(budget)
+    bucket = _Bucket(made, BatchSpec(0, 1, (8, 8)), 4, 200)
     found = bucket.fitted("name", common)
     assert (found.batch.batch_size, found.decided_by) == (size, decided_by)
     assert found.deviation == pytest.approx(size / common - 1)
-
-
-def test_memory_decides_where_the_traced_batch_does_not_fit() -> None:
-    on_line, exact = made_of(50.0, {}), made_of(50.0, {40: 51.0})
-    bucket = _Bucket(on_line, exact, BatchSpec(0, 1, (8, 8)), 4, 200)
-    found = bucket.fitted("name", 40.0)
-    assert (found.batch.batch_size, found.decided_by) == (36, "memory")
 
 
 def test_communicators_are_part_of_what_must_fit(
@@ -319,7 +310,7 @@ def test_the_written_config_loads_and_replaces_nothing(
     error = refused(capsys, *arguments)
     assert f"got {out} to write, which exists; expected a new file; pass another --out" in error
     assert out.read_text() == text
-    assert "got" in refused(capsys, *arguments, "--out", str(config), "--overwrite")
+    assert "got" in refused(capsys, *arguments, "--out", str(config))
 
 
 def test_a_config_of_one_shape_gets_a_batch_size(
@@ -365,7 +356,7 @@ def test_batch_sizes_may_be_left_out(config: Path, tmp_path: Path) -> None:
 def test_sizes_are_filled_in_by_name(config: Path) -> None:
     filled = with_batch_sizes({"144p": {1: (1.0, None), 5: ((0.5, 0.5), 3)}}, {"144p x 1": 9})
     assert filled == {"144p": {1: (1.0, 9), 5: ((0.5, 0.5), 3)}}
-    provisional = batch_sizes.provisional(load_train_config(config, LEFT_OUT), None)
+    provisional = memory_fit.provisional(load_train_config(config, LEFT_OUT), None)
     assert provisional.bucket_config == {"144p": {1: (1.0, 1), 5: ((0.5, 0.5), 3)}}
 
 
@@ -373,12 +364,12 @@ def test_a_resumed_run_takes_the_sizes_of_its_checkpoint(config: Path, tmp_path:
     chosen = load_train_config(config, ["bucket_config={'144p': {1: (1.0, 9), 5: (0.5, 3)}}"])
     state = f'{{"config": {chosen.model_dump_json()}}}'
     (tmp_path / "state.json").write_text(state)
-    resumed = batch_sizes.recorded(load_train_config(config, LEFT_OUT), tmp_path)
+    resumed = memory_fit.recorded(load_train_config(config, LEFT_OUT), tmp_path)
     assert resumed.bucket_config == {"144p": {1: (1.0, 9), 5: ((0.5, 0.5), 3)}}
 
     other: TrainConfig = load_train_config(config, ["bucket_config={'256': {1: (1.0, None)}}"])
     with pytest.raises(ValueError, match="got bucket_config without the batch size of 256 x 1"):
-        batch_sizes.recorded(other, tmp_path)
+        memory_fit.recorded(other, tmp_path)
 
 
 def test_a_fit_as_json_values() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import threading
+import time
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +16,10 @@ import torch.distributed as dist
 from exits import recorded_exits
 from polling import wait_until
 
-from opensora_sp.runtime import start_limit, watchdog
+from opensora_sp.runtime import timeouts, watchdog
 from opensora_sp.runtime.collective_recorder import Collective
-from opensora_sp.runtime.collective_timeout import CollectiveTimeout
-from opensora_sp.runtime.heartbeats import Heartbeat
-from opensora_sp.runtime.start_limit import StartLimit
+from opensora_sp.runtime.run_store import Heartbeat, RunStore
+from opensora_sp.runtime.timeouts import CollectiveTimeout
 from opensora_sp.runtime.watchdog import Watchdog
 
 TIMEOUT = 12  # seconds of collective_timeout, and heartbeats of a rank in that time
@@ -92,87 +90,48 @@ def test_a_rank_that_others_wait_for_but_that_writes_heartbeats_is_judged_by_the
 
 
 @pytest.fixture
-def short_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "0.1")
-    monkeypatch.setattr(start_limit, "INTERVAL", 0.1)
-    monkeypatch.setattr(start_limit, "RESPONSE_TIMEOUT", 0.3)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[RunStore]:
+    """The stores of two ranks that have joined, of which this process is both."""
+    monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "0.5")
+    for module in (timeouts, watchdog):
+        monkeypatch.setattr(module, "INTERVAL", 0.1)
+    monkeypatch.setattr(watchdog, "HANG_TIMEOUT", 0.1)
+    processes = [("machine 0", 1), ("machine 1", 2)]
+    first = RunStore.host("127.0.0.1", processes, dist.HashStore())
+    second = RunStore(1, first.place)
+    second.connect(5.0)
+    return [first, second]
 
 
-@pytest.mark.parametrize("frozen", range(RANKS))
-def test_a_rank_that_freezes_before_the_first_heartbeats_is_named_by_all_others(
-    frozen: int, short_start: None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_rank_that_freezes_before_its_first_heartbeat_is_named(
+    frozen: int, two_ranks: list[RunStore], caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, gone = dist.HashStore(), threading.Event()
-
-    def rank_waits(rank: int) -> None:
-        with StartLimit(store, rank, RANKS):
-            gone.wait(30)
-
-    others = [rank for rank in range(RANKS) if rank != frozen]
-    with recorded_exits() as codes:
-        ranks = [threading.Thread(target=rank_waits, args=(rank,)) for rank in others]
-        for rank in ranks:
-            rank.start()
-        wait_until(lambda: len(codes) == len(others))
-        gone.set()
-        for rank in ranks:
-            rank.join()
-
-    assert codes == [1, 1]
-    for rank in others:
-        assert (
-            f"rank {rank} stops: got no process group of 3 ranks within 0.1 s: rank {frozen} did "
-            "not respond; expected all ranks to start; "
-        ) in caplog.text
-        assert f"rank {rank} was at" in caplog.text
-    assert "in rank_waits" in caplog.text
-
-
-def test_a_rank_that_is_missing_is_named_while_the_main_thread_waits_in_the_store(
-    short_start: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As NCCL does for the first rank's identifier, in the only connection that torch has."""
-    limit = timedelta(seconds=30)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, timeout=limit, wait_for_workers=False)
-    own = dist.PrefixStore("default_pg", client)
-
-    waiting = threading.Thread(target=own.get, args=("an identifier",))
-    with recorded_exits() as codes, StartLimit(own, 0, 2):
-        waiting.start()
+    """Its process group would wait for the long timeout of collectives."""
+    with recorded_exits() as codes, Watchdog(two_ranks[1 - frozen], peer_timeout=0.3):
         wait_until(lambda: codes)
-    server.set("default_pg/an identifier", "")
-    waiting.join()
-    assert "within 0.1 s: rank 1 did not respond; expected" in caplog.text
+    assert codes == [1]
+    assert (
+        f"rank {1 - frozen} stops: rank {frozen} has sent no heartbeat for 0.3 s (peer_timeout); "
+        "it was at an unknown line"
+    ) in caplog.text
+    assert f"rank {1 - frozen} was at" in caplog.text
 
 
-def test_a_rank_that_runs_and_does_not_start_is_found_by_its_line(
-    short_start: None, caplog: pytest.LogCaptureFixture
+def test_a_rank_that_runs_and_makes_no_process_group_is_found_by_its_line(
+    two_ranks: list[RunStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such as one that waits for a dead mount."""
-    store, gone = dist.HashStore(), threading.Event()
-
-    def rank_reads_a_dead_mount() -> None:
-        with StartLimit(store, 1, 2):
-            gone.wait(30)
-
-    with recorded_exits() as codes:
-        rank = threading.Thread(target=rank_reads_a_dead_mount)
-        rank.start()
-        with StartLimit(store, 0, 2):
-            wait_until(lambda: len(codes) == 2)
-        gone.set()
-        rank.join()
-    assert "all respond, rank 0 at " in caplog.text
-    assert re.search(r"rank 1 at \S*threading.py:\d+ \(wait\); expected", caplog.text)
-
-
-def test_a_start_in_time_is_not_ended(short_start: None) -> None:
-    with recorded_exits() as codes:
-        with StartLimit(dist.HashStore(), 0, RANKS):
-            pass
-        threading.Event().wait(0.6)
-    assert codes == []
+    first, second = two_ranks
+    with recorded_exits() as codes, Watchdog(first):
+        for number in range(600):
+            second.write(Heartbeat(number, {}, {}, "a dead mount", False))
+            if codes:
+                break
+            time.sleep(0.05)
+    assert codes == [1]
+    assert "rank 0 stops: got no process group of 2 ranks within 0.5 s: rank 0 at " in caplog.text
+    assert "rank 1 at a dead mount; expected all ranks to start" in caplog.text
 
 
 class Stuck(logging.Handler):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ from polling import wait_until
 from torch.utils.data import Dataset
 
 from opensora_sp.data import StepLoader
-from opensora_sp.runtime.launchers import is_alive
-from opensora_sp.runtime.processes import init_worker
+from opensora_sp.runtime.processes import init_worker, is_alive
 
 FORK = multiprocessing.get_context("fork")
 
@@ -60,17 +58,6 @@ def test_a_worker_ends_at_sigterm_of_its_rank_alone(pipe: Path) -> None:
     worker.terminate()
     worker.join(10)
     assert worker.exitcode == 0
-
-
-def test_a_worker_holds_no_port_of_its_rank(pipe: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        worker = start(pipe)
-        ready(pipe)
-    with socket.create_server(("127.0.0.1", port)):
-        assert worker.is_alive()
-    worker.terminate()
-    worker.join(10)
 
 
 def be_killed_with_worker(pipe: Path, pid: Any) -> None:

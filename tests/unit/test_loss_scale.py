@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from opensora_sp.plugin.accelerator import use_cpu_if_nothing_else
+from opensora_sp.plugin.launch import use_cpu_if_nothing_else
 from opensora_sp.plugin.loss_scale import LossScale
 
 

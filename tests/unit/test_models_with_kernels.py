@@ -18,7 +18,7 @@ from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
-from opensora_sp.training import train
+from opensora_sp.training.run import train
 
 SIZE = (2, 4, 4)
 COMMON = dict(hidden_size=144, depth=1, num_heads=2, caption_channels=8, model_max_length=6)

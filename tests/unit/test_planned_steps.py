@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from bucket_configs import FEW, write_bucket_config
 
-from opensora_sp.cli import cut, main
-from opensora_sp.cli.cut import ScheduledSteps, schedule_steps
+from opensora_sp.cli import main, plan_steps
+from opensora_sp.cli.plan_steps import ScheduledSteps, schedule_steps
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import make_dataset, make_plan, micro_batches_of_step
@@ -21,6 +21,7 @@ from opensora_sp.parallel.rank_groups import nested_groups
 from opensora_sp.planner import plan
 from opensora_sp.planner.communicators import communicators, gpus_of_node
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.run_plan import estimator_of
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def steps_of(cfg: TrainConfig, num_gpus: int = 8, **options: Any) -> ScheduledSteps:
-    found = schedule_steps(cfg, num_gpus, **options)
+    found = schedule_steps(estimator_of(cfg, num_gpus, **options))
     assert found is not None
     return found
 
@@ -46,7 +47,7 @@ def test_all_buckets_are_as_often_in_whole_steps_of_the_run_s_order(config: Path
         return [len({one.micro_batch.bucket for one in step}) for step in found.steps]
 
     assert buckets(by_cost) == [1, 1, 1] and max(buckets(mixed)) > 1
-    assert schedule_steps(load_train_config(config, ["sp_size=2"]), 8) is None
+    assert schedule_steps(estimator_of(load_train_config(config, ["sp_size=2"]), 8)) is None
 
 
 def test_degrees_of_a_map_and_bounds_of_memory_are_kept(
@@ -61,7 +62,7 @@ def test_degrees_of_a_map_and_bounds_of_memory_are_kept(
         asked.append(run.memory)
         return sizes[-1]
 
-    monkeypatch.setattr(cut, "least_ranks", least)
+    monkeypatch.setattr(plan_steps, "least_ranks", least)
     found = steps_of(load_train_config(config), memory_gb=40)
     assert set(map(tuple, found.degrees.values())) == {(8,)}
     # What a run has beside its communicators.
@@ -143,4 +144,4 @@ def test_a_node_has_eight_gpus_where_nothing_else_is_known(config: Path) -> None
     assert RunEstimator(cfg, 16).spans_nodes(16)
     assert steps_of(load_train_config(config), 16).seconds.ranks_per_node == 8
     made = plan(load_train_config(config), 16)
-    assert made.communicators == communicators(16, 8)
+    assert made.run.communicators == communicators(16, 8)

@@ -22,7 +22,7 @@ from opensora_sp.planner import run_estimator
 from opensora_sp.planner.bucket_levels import BucketLevels, levels_for
 from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
 from opensora_sp.planner.trace import Activations, trace_activations
-from opensora_sp.training import activations
+from opensora_sp.training import memory_fit
 
 SMALL = dict(hidden_size=24, depth=2, num_heads=2, caption_channels=5, model_max_length=4)
 MODELS = {
@@ -162,9 +162,9 @@ def test_the_budget_follows_how_blocks_run(
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
     monkeypatch.setattr(run_estimator, "trace_activations", trace)
-    monkeypatch.setattr(activations, "memory_of", lambda device: 80e9)
-    monkeypatch.setattr(activations, "_smallest", lambda memory, device: memory)
-    monkeypatch.setattr(activations.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(memory_fit, "memory_of", lambda device: 80e9)
+    monkeypatch.setattr(memory_fit, "_smallest", lambda memory, device: memory)
+    monkeypatch.setattr(memory_fit.dist, "get_world_size", lambda: 1)
     module: Any = SimpleNamespace(set_grad_checkpoint=set_levels.append)
 
     setting = "blocks" if compiled else None
@@ -172,7 +172,7 @@ def test_the_budget_follows_how_blocks_run(
     mesh = SequenceMesh.imagined(1, 0)
     device = torch.device("cuda")
     with using_kernels(kernels):
-        budget = activations.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
+        budget = memory_fit.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
     budget.fit(torch.Size([1, 4, 16, 64, 64]))
     assert traced and set(traced) == {kernels}
     (levels,) = set_levels

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from opensora_sp.runtime import bounded_store, rendezvous
+from opensora_sp.runtime import rendezvous, run_store
 from opensora_sp.runtime.environment import Launch
 from opensora_sp.runtime.versions import device_kind, versions
 
@@ -70,7 +70,7 @@ def test_the_ranks_of_a_host_are_set_alike(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     software = {**versions(), "device": device_kind()}
     report(store, 1, 2, versions=software, settings={"LOCAL_WORLD_SIZE": "not set"})
-    match = rf"got different launches: LOCAL_WORLD_SIZE {ours} on rank 0 .*, not set on rank 1 \(b"
+    match = rf"got different settings: LOCAL_WORLD_SIZE {ours} on rank 0 .*, not set on rank 1 \(b"
     with pytest.raises(ValueError, match=match):
         rendezvous.Rendezvous(rank_0_of(2), timeout=60).join(settings)
 
@@ -112,13 +112,13 @@ def test_the_time_out_holds_where_another_program_has_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that accepts connections in silence, as torch itself would wait for ever."""
-    monkeypatch.setattr(bounded_store, "SLICE", 0.1)
-    monkeypatch.setattr(bounded_store, "atexit", SimpleNamespace(register=lambda function: None))
-    monkeypatch.setattr(bounded_store, "CONNECT_MARGIN", 0.2)
+    monkeypatch.setattr(run_store, "SLICE", 0.1)
+    monkeypatch.setattr(run_store, "atexit", SimpleNamespace(register=lambda function: None))
+    monkeypatch.setattr(run_store, "CONNECT_MARGIN", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         launch = replace(rank_0_of(2), rank=1, master=silent.getsockname())
         begun = time.monotonic()
-        with pytest.raises(ValueError, match="accepts connections and does not answer") as error:
+        with pytest.raises(ValueError, match="no answer for") as error:
             rendezvous.Rendezvous(launch, timeout=0.5)
     assert time.monotonic() - begun < 20
     assert "no other program uses the port" in str(error.value)

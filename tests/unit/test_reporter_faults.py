@@ -1,11 +1,7 @@
-"""Metrics that cannot be written are logged once, and end no run; what is written is whole.
-
-Drawing them leaves no memory behind.
-"""
+"""Metrics that cannot be written are logged once, and end no run; what is written is whole."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import resource
 import sys
@@ -24,7 +20,6 @@ from opensora_sp.training.metrics import (
     LogFile,
     Reporter,
     append_line,
-    draw_loss,
     read_lines,
     read_metrics,
 )
@@ -181,20 +176,6 @@ def test_metrics_stay_where_they_cannot_be_rewritten(tmp_path: Path) -> None:
     (tmp_path / ".partial-metrics.jsonl").symlink_to("/dev/full")
     report(tmp_path, range(3, 4))
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
-
-
-def test_a_drawn_figure_takes_no_memory_afterwards(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    report(tmp_path, range(2))
-    gc.collect()
-    gc.disable()
-    try:
-        draw_loss(tmp_path)
-        assert not [one for one in gc.get_objects() if type(one) is Figure]
-    finally:
-        gc.enable()
-    assert not gc.get_freeze_count()
 
 
 def test_a_log_file_that_cannot_be_written_is_reported_once(

@@ -53,7 +53,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(
         raise KeyError
 
     first = f"process {os.getpid()} of {os.uname().nodename}"
-    assert str(refused.value).startswith(f"got outputs '{folder}', which {first} holds since 20")
+    assert str(refused.value).startswith(f"got outputs '{folder}', which {first} since 20")
     assert f"{folder} is locked by {first} since 20" in caplog.text
     assert caplog.text.count("waiting up to 0.2 s for its end") == 1
     assert "expected one run for each folder; wait for that run or end it" in str(refused.value)
@@ -152,7 +152,7 @@ def test_heartbeats_of_another_host_refuse_a_second_run(
     monkeypatch.setattr(Holder, "of_this_process", lambda: FAR)
     with RunLock(tmp_path):
         monkeypatch.setattr(Holder, "of_this_process", own)
-        with pytest.raises(ValueError, match="of beta holds since "), RunLock(tmp_path):
+        with pytest.raises(ValueError, match="of beta since .* holds"), RunLock(tmp_path):
             raise AssertionError("entered")
 
     # A run that writes heartbeats while it saves, and then ends.
@@ -211,8 +211,8 @@ def test_a_run_whose_lock_is_taken_ends(
     assert holder_of(tmp_path) == FAR
 
 
-def test_a_lock_or_folder_that_is_gone_for_a_while_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_folder_that_is_gone_for_a_while_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "INTERVAL", 0.1)
     folder, away = tmp_path / "run", tmp_path / "away"
@@ -222,25 +222,7 @@ def test_a_lock_or_folder_that_is_gone_for_a_while_ends_no_run(
         away.rename(folder)
         back = (folder / LOCK).stat().st_mtime_ns
         wait_until(lambda: (folder / LOCK).stat().st_mtime_ns > back)
-
-        (folder / LOCK).unlink()
-        wait_until(lambda: (folder / LOCK).exists())
-        assert holder_of(folder).pid == os.getpid()
-        wait_until(lambda: "was removed; this run has made it again" in caplog.text)
     assert not codes and not list(folder.iterdir())
-
-
-def test_one_look_that_finds_another_holder_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only two in a row do: an NFS client may show an older state once."""
-    monkeypatch.setattr(run_lock, "INTERVAL", 0.02)
-    looks = [True, False] * 5
-    monkeypatch.setattr(RunLock, "_is_taken", lambda _: looks.pop() if looks else False)
-    with recorded_exits() as codes, RunLock(tmp_path):
-        wait_until(lambda: not looks)
-        time.sleep(0.1)
-    assert not codes
 
 
 def test_a_log_that_blocks_keeps_no_process_alive(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from runs import TRAIN
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.data import Entry, Manifest, write_manifest
 from opensora_sp.features.build import make_dataset, make_plan, order_state
-from opensora_sp.training import ending
 from opensora_sp.training.preflight import check_resume, preflight
 
 ENTRIES = [Entry(Path(f"{i}.mp4"), f"clip {i}", 9 + i, 64, 48) for i in range(6)]
@@ -143,27 +140,6 @@ def test_resuming_with_other_clips_is_refused_unless_they_are_accepted(
         check_resume(other, checkpoint, dataset, accept_new_data=True)
 
 
-def test_a_checkpoint_of_a_former_version_is_accepted_with_one_line(
-    config: TrainConfig, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["manifest_columns"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    assert config.dataset.manifest is not None
-    write_manifest(config.dataset.manifest, changed("order"))
-    with caplog.at_level(logging.INFO):
-        check_resume(config, checkpoint, make_dataset(config))
-    assert len(caplog.messages) == 1 and "without digests of its clips" in caplog.text
-
-
-def test_accepting_new_data_takes_a_run_to_resume(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accepting_new_data_takes_a_run_to_resume(config: TrainConfig) -> None:
     with pytest.raises(ValueError, match="got --accept-new-data without --resume; expected"):
         preflight(config, None, accept_new_data=True)
-
-    # A checkpoint of the run has the new clips, so the next start need not accept them again.
-    command = ["torchrun", "scripts/train.py", "c.py", "--resume", "x", "--accept-new-data"]
-    monkeypatch.setattr(ending, "_command_of_launcher", lambda: command)
-    resumed = f"cd {shlex.quote(os.getcwd())} && torchrun scripts/train.py c.py --resume auto"
-    assert ending.command_to_resume() == resumed

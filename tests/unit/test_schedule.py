@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReadRequest, Sample, StepLoader
+from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, Sample, StepLoader
 from opensora_sp.data.schedule import Assigned, ScheduledBatches, busy_seconds, schedule
-from opensora_sp.parallel import Options, SequenceMesh
-from opensora_sp.parallel.cost_model import H100, H200
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, groups_with, nested_groups
-from opensora_sp.training.rank_batches import schedule_state, warn_of_other_schedule
 
 NODE = 8
 
@@ -144,10 +139,6 @@ class Echo:
         return sample
 
 
-def request_of(assigned: Assigned) -> ReadRequest:
-    return ReadRequest(assigned.micro_batch, assigned.micro_batch.samples, group=assigned.group)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_loader_yields_each_rank_its_own_micro_batches(num_workers: int) -> None:
     """Two on five ranks: each in two or three of them, and with one on each some have none."""
@@ -170,7 +161,6 @@ def test_the_loader_yields_each_rank_its_own_micro_batches(num_workers: int) -> 
                 rank=rank,
                 family=family,
                 seconds=predicted,
-                request_of=request_of,
             )
             loader = StepLoader(Echo(), batches, num_workers=num_workers, seed=0)  # type: ignore[arg-type]
             for number, step in enumerate(loader):
@@ -205,7 +195,6 @@ def test_a_ledger_has_each_clip_once_also_when_another_world_resumes() -> None:
                 rank=rank,
                 family=family,
                 seconds=seconds,
-                request_of=request_of,
             )
             for request in batches:
                 assert request.group is not None
@@ -213,17 +202,3 @@ def test_a_ledger_has_each_clip_once_also_when_another_world_resumes() -> None:
                 if rank == request.group.start:
                     consumed += request.micro_batch.ids
     assert sorted(consumed) == list(range(60))
-
-
-def test_resuming_with_another_cost_model_is_logged_with_any_degree(caplog) -> None:
-    """With one degree for all, the cost model chooses strategies."""
-    caplog.set_level(logging.INFO)
-    mesh, replicas = SequenceMesh.imagined(2, 0), cast(Any, None)
-    state = schedule_state(mesh, Options(cost_model=H100), replicas)
-    for former in (state, {}):
-        warn_of_other_schedule(former, state)
-    assert not caplog.messages
-
-    warn_of_other_schedule(state, schedule_state(mesh, Options(cost_model=H200), replicas))
-    (message,) = caplog.messages
-    assert message.startswith("resumed with another cost model: micro-batches are the same")

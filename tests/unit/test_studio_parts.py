@@ -40,13 +40,12 @@ from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.local_ranks import LocalRanks
-from opensora_sp.runtime.process_group import join_processes
+from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
-from opensora_sp.sampling import session
-from opensora_sp.sampling.session import Session, serve
-from opensora_sp.studio import UPLOADS, views
+from opensora_sp.studio import UPLOADS, session, views
 from opensora_sp.studio.folders import Folders
 from opensora_sp.studio.jobs import Job, Queue, work_of
+from opensora_sp.studio.session import Session, serve
 from opensora_sp.training.curves import RunRecord, picture
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"
@@ -220,9 +219,9 @@ def act(pipe: Any) -> None:
 def fail_one_after_the_other(pipe: Any) -> None:
     """Rank 1 fails, and therefore rank 0: with an error of its own, of which it speaks first."""
     pipe.recv()
-    join_processes()
+    store = join_rendezvous()
     try:
-        with closing_process_group(), Watchdog(grace_time=0) as watchdog:
+        with closing_process_group(), Watchdog(store, grace_time=0) as watchdog:
             if os.environ["RANK"] == "1":
                 raise ValueError("got the first; expected b; do c")
             wait_until(lambda: watchdog._failure is not None, 60)
@@ -492,7 +491,7 @@ def test_a_preview_that_fails_is_the_last_one_and_the_video_goes_on(
     )
     steps, latents = session._Steps(of, pipeline, (8, 8)), torch.zeros(1, 4, 2, 1, 1)
     for number in range(2):
-        assert steps.after(number, torch.zeros(()), latents) is latents
+        steps.after(number, torch.zeros(()), latents)
     assert sent == [("step", 1, 2, b""), ("step", 2, 2, b"")]
     assert [record.message.count("no further previews") for record in caplog.records] == [1]
 

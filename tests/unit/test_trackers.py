@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from logs import captured_lines
 from PIL import Image
-from polling import wait_until
 
 from opensora_sp.cli import main
 from opensora_sp.common.importing import check_extra
@@ -25,10 +24,9 @@ from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import Limits, toy_clip, write_video
 from opensora_sp.encoders.t5 import check_cleaning
 from opensora_sp.sampling.run import preflight as sampling_preflight
-from opensora_sp.training import metrics, stall
+from opensora_sp.training import metrics
 from opensora_sp.training.metrics import Reporter
 from opensora_sp.training.preflight import preflight as training_preflight
-from opensora_sp.training.stall import StallMonitor
 from opensora_sp.training.trackers import check_trackers, flattened
 
 VALUES: dict[str, float | None] = {"loss": 0.5, "lr": 1e-4, "tokens_per_s": 7.0, "eta": 1.0}
@@ -77,7 +75,6 @@ def report_a_run(run_dir: Path, **options: Any) -> None:
         reporter.log(step, VALUES | {"loss": 1 / step})
         reporter.step(step)
     reporter.validated(2, [0.25, 0.75], folder)
-    reporter._report_stall(700.0)
     reporter.end(2, "SIGTERM")
 
     reporter = reporter_of(run_dir, start=2, **options)
@@ -90,7 +87,6 @@ def report_a_run(run_dir: Path, **options: Any) -> None:
 
 ALERTS = [
     ("NaN", "WARN", "2 of the steps up to 1 were skipped: the loss or a gradient is not finite"),
-    ("stalled", "WARN", "no step has ended for 0:11:40"),
     ("stopped", "WARN", "after step 2 of 4, with a checkpoint (SIGTERM)"),
     ("failed", "ERROR", "OverflowError: of step 4"),
     ("finished", "INFO", "4 of 4 steps, last loss 0.5000"),
@@ -134,7 +130,6 @@ def test_tensorboard_shows_hyperparameters_metrics_videos_and_alerts(
 
     run_dir = tmp_path / "run"
     report_a_run(run_dir)
-    assert "no step has ended for 0:11:40" in log
 
     board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     names = {*VALUES, "validation/loss"}
@@ -265,22 +260,3 @@ def test_what_is_not_installed_is_refused_with_its_extra(
 def test_hyperparameters_are_flat() -> None:
     flat = {"optimizer.lr": 0.002, "optimizer.betas": "[0.9, 0.99]", "seed": 3}
     assert flattened(CONFIG) == flat | {"load": "None", "ema": True}
-
-
-def test_a_stall_is_reported_once_until_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "INTERVAL", 0.01)
-    monkeypatch.setattr(stall, "SHORTEST", 0.05)
-    reported: list[float] = []
-    monitor = StallMonitor(reported.append)
-
-    wait_until(lambda: len(reported) == 1, 10, lambda: "no stall")
-    wait_until(lambda: monitor._waited > 3 * reported[0], 10, lambda: "no ticks")
-    assert len(reported) == 1 and reported[0] == pytest.approx(0.06)
-
-    longest = monitor._waited
-    monitor.step()
-    # The wait before was so long that the next one has to be longer, by much.
-    wait_until(lambda: len(reported) == 2, 10, lambda: "no second stall")
-    assert reported[1] > stall.FACTOR * longest
-    monitor.close()
-    wait_until(lambda: not monitor._thread.is_alive(), 10, lambda: "still there")

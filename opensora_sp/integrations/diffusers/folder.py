@@ -22,7 +22,6 @@ import diffusers
 from opensora_sp.checkpoint import new_folder, save_pretrained
 from opensora_sp.checkpoint.hub import HubName, Kind, describe_missing, fetch
 from opensora_sp.common.files import read_json
-from opensora_sp.config import build_component
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.encoders.convert import convert_encoder, fetched
@@ -114,10 +113,6 @@ class PipelineFolder:
         if (self.path / key).is_dir():
             options = {"from_pretrained": str(self.path / key), **options}
         return check_component(key, {"type": name, **options}, ENCODERS[key])
-
-    def encoder(self, key: str) -> Any:
-        """Load an encoder."""
-        return build_component(self.encoder_config(key), ENCODERS[key])
 
 
 def write_pipeline(

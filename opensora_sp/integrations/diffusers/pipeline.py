@@ -1,7 +1,7 @@
 """Open-Sora's text- and image-to-video sampling as a pipeline of diffusers.
 
 The pipeline turns diffusers' arguments into requests of this package's sampler, which does the
-rest. So latents equal those of ``scripts/inference.py`` for the same noise.
+rest. So latents equal the latents of ``scripts/inference.py`` for the same noise.
 
 Legend: B videos, F frames, c latent channels, f x h x w latent size.
 """
@@ -9,7 +9,6 @@ Legend: B videos, F frames, c latent channels, f x h x w latent size.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,28 +24,30 @@ from torch import Tensor
 from opensora_sp.checkpoint import from_pretrained
 from opensora_sp.common.importing import nearest
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import InferenceConfig, explain
+from opensora_sp.config import InferenceConfig, build_component, explain
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import latent_frames
 
-from .folder import ENCODERS, PipelineFolder, write_pipeline
-from .images import as_output, check_output_type, images_of, warn_of_sizes
+from .folder import ENCODERS, PARTS, PipelineFolder, write_pipeline
 from .sampler import (
+    OUTPUT_TYPES,
     GeneratedRequest,
     Hooked,
     ImagePrompt,
     ImageSampler,
-    check_generators,
-    check_same_length,
-    prompts_of,
+    as_output,
+    frame_of,
+    one_each,
+    texts_of,
 )
 from .scheduler import OpenSoraScheduler
-from .unsupported import METHODS, attribute_error, check_arguments
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+# diffusers has no types.
+Base: Any = DiffusionPipeline
 StepCallback = Callable[[Any, int, Tensor, dict[str, Any]], "dict[str, Any] | None"]
 
 
@@ -57,7 +58,7 @@ class OpenSoraPipelineOutput(BaseOutput):
     frames: Any
 
 
-class OpenSoraPipeline(DiffusionPipeline):
+class OpenSoraPipeline(Base):
     """Videos from texts and images by a model trained with rectified flow (Open-Sora 1.2, 1.3).
 
     Args:
@@ -65,25 +66,11 @@ class OpenSoraPipeline(DiffusionPipeline):
         vae: a ``LatentEncoder``.
         text_encoder: a ``TextEncoder``, which has its tokenizer.
         scheduler: an ``OpenSoraScheduler``.
-        vae_config, text_encoder_config: what a sampling config says of them, such as
+        vae_config, text_encoder_config: their entries in a sampling config, such as
             ``dict(type="t5", from_pretrained=..., max_length=300)``.
-
-    Raises:
-        ValueError: without these.
     """
 
-    transformer: ConditionedModel
-    vae: Any
-    text_encoder: Any
-    scheduler: Any
-    # Of the base class, which has no types.
-    config: Any
-    progress_bar: Callable[..., Any]
-    register_modules: Callable[..., None]
-    register_to_config: Callable[..., None]
-    maybe_free_model_hooks: Callable[[], None]
-    _execution_device: torch.device
-
+    # diffusers takes arguments without a default for components.
     def __init__(
         self,
         transformer: ConditionedModel,
@@ -94,13 +81,6 @@ class OpenSoraPipeline(DiffusionPipeline):
         text_encoder_config: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        # diffusers takes arguments without a default for components.
-        if vae_config is None or text_encoder_config is None:
-            raise ValueError(
-                f"got vae_config {vae_config} and text_encoder_config {text_encoder_config}; "
-                "expected both, as in a sampling config; pass for example "
-                "vae_config=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
-            )
         self.register_modules(
             transformer=transformer, vae=vae, text_encoder=text_encoder, scheduler=scheduler
         )
@@ -127,41 +107,37 @@ class OpenSoraPipeline(DiffusionPipeline):
         Raises:
             ValueError: if the folder, one of its files or a component's name is wrong.
         """
-        folder = PipelineFolder.open(pretrained_model_name_or_path, components)
-        loaders: dict[str, Callable[[], Any]] = {
-            "transformer": lambda: from_pretrained(
-                folder.path / "transformer", dtype=dtype, lora=lora
-            ),
-            "scheduler": folder.scheduler,
-            **{key: partial(folder.encoder, key) for key in ENCODERS},
-        }
-        unknown = sorted(components.keys() - loaders.keys())
+        unknown = sorted(components.keys() - set(PARTS))
         if unknown:
-            known = ["dtype", "lora", *loaders]
+            known = ["dtype", "lora", *PARTS]
             advice = nearest(unknown[0], known, otherwise="remove it")
             raise ValueError(f"got {unknown[0]!r}; expected some of {known}; {advice}")
         if lora and "transformer" in components:
             raise ValueError(
-                f"got lora {list(lora)} and a transformer; expected adapters for that of the "
-                "folder; merge them into yours: from_pretrained(PATH, lora=[...])"
+                f"got lora {list(lora)} and a transformer; expected adapters for the "
+                "folder's; merge them into yours: from_pretrained(PATH, lora=[...])"
             )
 
-        parts: dict[str, Any] = {
-            name: components.get(name) or load() for name, load in loaders.items()
-        }
-        parts["transformer"].requires_grad_(False).eval()
-        configs: dict[str, Any] = {
-            f"{key}_config": folder.index.get(f"{key}_config") or {} for key in ENCODERS
-        }
-        for key in ENCODERS:
+        folder = PipelineFolder.open(pretrained_model_name_or_path, components)
+        if "transformer" not in components:
+            weights = folder.path / "transformer"
+            components["transformer"] = from_pretrained(weights, dtype=dtype, lora=lora)
+        if "scheduler" not in components:
+            components["scheduler"] = folder.scheduler()
+
+        for key, known_types in ENCODERS.items():
+            config = folder.index.get(f"{key}_config") or {}
             if key not in components:
-                configs[f"{key}_config"] = folder.encoder_config(key)
-            elif configs[f"{key}_config"].get("type") not in ENCODERS[key]:
-                # Data may not name what is imported: it is the class of the object.
-                cls_of = type(components[key])
-                name = f"{cls_of.__module__}.{cls_of.__qualname__}"
-                configs[f"{key}_config"] = {**configs[f"{key}_config"], "type": name}
-        return cls(**parts, **configs)
+                config = folder.encoder_config(key)
+                components[key] = build_component(config, known_types)
+            elif config.get("type") not in known_types:
+                # Data may not name an import: the class is that which the object has.
+                encoder = type(components[key])
+                config = {**config, "type": f"{encoder.__module__}.{encoder.__qualname__}"}
+            components[f"{key}_config"] = config
+
+        components["transformer"].requires_grad_(False).eval()
+        return cls(**components)
 
     def save_pretrained(
         self,
@@ -172,7 +148,7 @@ class OpenSoraPipeline(DiffusionPipeline):
     ) -> None:
         """Write a folder that ``from_pretrained`` reads; see ``write_pipeline``.
 
-        The weights of encoders are those of their ``from_pretrained``.
+        The weights of encoders are read from their ``from_pretrained``.
         """
         write_pipeline(
             save_directory,
@@ -183,11 +159,6 @@ class OpenSoraPipeline(DiffusionPipeline):
             allow_pickle=allow_pickle,
             max_shard_size=max_shard_size,
         )
-
-    def __getattr__(self, name: str) -> Any:
-        if name in METHODS:
-            raise attribute_error(name)
-        return super().__getattr__(name)  # type: ignore[misc]
 
     # --- devices
 
@@ -204,6 +175,7 @@ class OpenSoraPipeline(DiffusionPipeline):
     def to(self, *args: Any, **kwargs: Any) -> OpenSoraPipeline:
         """Move all components to a device. A dtype is the transformer's alone."""
         kwargs.pop("silence_dtype_warnings", None)
+        # As torch.nn.Module.to takes its arguments.
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         self.transformer.to(device=device, dtype=dtype)
         if device is not None:
@@ -246,7 +218,6 @@ class OpenSoraPipeline(DiffusionPipeline):
         fps: float = 24.0,
         latents: Tensor | None = None,
         return_dict: bool = True,
-        **unsupported: Any,
     ) -> OpenSoraPipelineOutput | tuple[Any]:
         """Sample videos.
 
@@ -256,8 +227,8 @@ class OpenSoraPipeline(DiffusionPipeline):
                 size. A PIL image, uint8 ``[height, width, 3]`` or a tensor ``[3, height, width]``
                 in [0, 1]. Models with ``use_cond`` (Open-Sora 1.3) take one video at a time then.
             num_frames, height, width: of the videos, in pixels; 1 frame is an image.
-            num_inference_steps, guidance_scale: by default those of the scheduler's config. A scale
-                of 1 is no guidance.
+            num_inference_steps, guidance_scale: by default as in the scheduler's config. A scale of
+                1 is no guidance.
             generator: of the noise; a list has one for each video.
             callback_on_step_end: called as ``(pipeline, step, timestep, {"latents": latents})``
                 after each step; may return other latents in such a dict.
@@ -266,33 +237,38 @@ class OpenSoraPipeline(DiffusionPipeline):
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
-            unsupported: arguments of other pipelines, which may be None.
 
         Raises:
-            ValueError: for values that do not fit the model, the autoencoder or each other, and
-                for other arguments.
+            ValueError: for values that do not fit the model, the autoencoder or each other.
         """
-        check_arguments(unsupported, [*inspect.signature(self).parameters][:-1])
-        check_output_type(output_type)
-        prompts = prompts_of(prompt)
-        images = images_of(image, len(prompts))
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(
+                f"got output_type {output_type!r}; expected one of {OUTPUT_TYPES}; choose one"
+            )
+        texts = texts_of(prompt)
+        images = [frame_of(given) for given in one_each("image", image, len(texts))]
         flow = self._flow(num_inference_steps, guidance_scale)
         cfg = self._config(
             flow,
             num_frames=num_frames,
             image_size=(height, width),
             fps=fps,
-            batch_size=len(prompts),
+            batch_size=len(texts),
             cond_type=self._kind_of_conditioning(images),
         )
         sampler = self._sampler(cfg)
-        requests = self._requests(cfg, prompts, images, negative_prompt, generator, latents)
+        requests = self._requests(cfg, texts, images, negative_prompt, generator, latents)
 
-        warn_of_sizes(images, cfg.size)
-        sampler.warn_of_truncation(requests)
         with self.progress_bar(total=flow.num_sampling_steps) as bar:
-            edit = self._edited_by(callback_on_step_end)
-            parts = sampler.looped(requests, on_step=bar.update, edit_step=edit)
+
+            def on_step(step: int, t: Tensor, latents: Tensor) -> Tensor | None:
+                bar.update()
+                if callback_on_step_end is None:
+                    return None
+                returned = callback_on_step_end(self, step, t[0], {"latents": latents})
+                return (returned or {}).get("latents")
+
+            parts = sampler.looped(requests, on_step=on_step)
 
         frames: Any = parts[0]
         if output_type != "latent":
@@ -312,7 +288,7 @@ class OpenSoraPipeline(DiffusionPipeline):
 
     def _kind_of_conditioning(self, images: Sequence[Any]) -> str | None:
         takes_frames = getattr(self.transformer.config, "use_cond", False)
-        return "i2v_head" if takes_frames and any(one is not None for one in images) else None
+        return "i2v_head" if takes_frames and any(image is not None for image in images) else None
 
     def _config(self, flow: RectifiedFlow, **values: Any) -> InferenceConfig:
         """The call as a sampling config, which checks that its values fit each other."""
@@ -343,69 +319,45 @@ class OpenSoraPipeline(DiffusionPipeline):
     def _requests(
         self,
         cfg: InferenceConfig,
-        prompts: Sequence[str],
+        texts: Sequence[str],
         images: Sequence[Any],
         negative_prompt: str | Sequence[str] | None,
         generator: torch.Generator | list[torch.Generator] | None,
         latents: Tensor | None,
     ) -> list[GeneratedRequest]:
-        """A request for each prompt.
+        """A request for each text.
 
         Raises:
-            ValueError: for other numbers of values than of prompts, generators that are none, or
+            ValueError: for other numbers of arguments than of texts, generators that are none, or
                 videos and latents of a size that does not fit.
         """
-        count = len(prompts)
-        negative = negative_prompt
-        negatives = (
-            [negative] * count if negative is None or isinstance(negative, str) else negative
-        )
-        generators = generator if isinstance(generator, list) else [generator] * count
-        for name, values in (("negative_prompt", negatives), ("generator", generators)):
-            check_same_length(name, values, count)
-        check_generators(generators)
-
-        device, dtype = self._execution_device, torch.float32
-        requests = [
-            GeneratedRequest(
-                prompt=ImagePrompt(text, frames=images[i]),
+        negatives = one_each("negative_prompt", negative_prompt, len(texts))
+        requests = []
+        for i, drawn_by in enumerate(one_each("generator", generator, len(texts))):
+            if not isinstance(drawn_by, torch.Generator | None):
+                raise ValueError(
+                    f"got {drawn_by!r:.80} as generator; expected a torch.Generator, or a list "
+                    "with one for each video; write torch.Generator().manual_seed(SEED) for a seed"
+                )
+            options = dict(generator=drawn_by, device=self._execution_device, dtype=torch.float32)
+            request = GeneratedRequest(
+                prompt=ImagePrompt(texts[i], frames=images[i]),
                 num_frames=cfg.num_frames,
                 size=cfg.size,
                 fps=cfg.fps,
                 seed=cfg.seed,
                 negative_prompt=negatives[i],
-                draw=partial(randn_tensor, generator=generators[i], device=device, dtype=dtype),
+                draw=partial(randn_tensor, **options),
                 latents=None if latents is None else latents[i],
             )
-            for i, text in enumerate(prompts)
-        ]
-        self._check_sizes(cfg, requests, latents)
-        return requests
-
-    def _check_sizes(
-        self, cfg: InferenceConfig, requests: Sequence[GeneratedRequest], latents: Tensor | None
-    ) -> None:
-        for request in requests:
             latent_frames(cfg, request)
+            requests.append(request)
 
-        size = (self.vae.channels, *self.vae.latent_size(*requests[0].shape))
-        wanted = (len(requests), *size)
-        if latents is not None and tuple(latents.shape) != wanted:
+        size = self.vae.latent_size(*requests[0].shape)
+        wanted = [len(texts), self.vae.channels, *size]
+        if latents is not None and [*latents.shape] != wanted:
             raise ValueError(
-                f"got latents {[*latents.shape]}; expected noise {[*wanted]} for {len(requests)} "
-                f"videos of {requests[0].shape}; pass such a tensor, or a generator"
+                f"got latents {[*latents.shape]}; expected noise {wanted} for {len(texts)} videos "
+                f"of {requests[0].shape}; pass such a tensor, or a generator"
             )
-
-    def _edited_by(
-        self, callback: StepCallback | None
-    ) -> Callable[[int, Tensor, Tensor], Tensor] | None:
-        """diffusers' callback as the sampler takes it."""
-        if callback is None:
-            return None
-
-        def edit(step: int, t: Tensor, latents: Tensor) -> Tensor:
-            returned = callback(self, step, t[0], {"latents": latents}) or {}
-            edited: Tensor = returned.get("latents", latents)
-            return edited
-
-        return edit
+        return requests

@@ -1,6 +1,6 @@
 """Rectified flow as a scheduler of diffusers.
 
-The Euler steps are those of diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
+The Euler steps equal diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
 ``RectifiedFlow``. It is no subclass: its config would have a ``shift`` and other settings that
 change nothing here.
 """
@@ -60,7 +60,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         Raises:
             ValueError: for another type.
         """
-        options = {key: value for key, value in scheduler.items() if key != "type"}
+        options = {key: scheduler[key] for key in scheduler if key != "type"}
         if scheduler.get("type", "rflow") != "rflow":
             raise ValueError(
                 f"got scheduler.type {scheduler['type']!r} for a pipeline of diffusers; expected "
@@ -72,9 +72,9 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         self, num_inference_steps: int | None, guidance_scale: float | None
     ) -> RectifiedFlow:
         """The process with other steps and guidance; None keeps what the config has."""
-        own = dict(num_sampling_steps=num_inference_steps, cfg_scale=guidance_scale)
-        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-        return replace(self.flow, **given)
+        asked = {"num_sampling_steps": num_inference_steps, "cfg_scale": guidance_scale}
+        changes: Any = {name: asked[name] for name in asked if asked[name] is not None}
+        return replace(self.flow, **changes)
 
     def set_timesteps(
         self,
@@ -93,8 +93,8 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
             ValueError: without the geometry that a timestep transform needs.
         """
         flow = self.flow_of(num_inference_steps, None)
-        found = flow.sampling_timesteps(1, geometry, dtype=torch.float32, device="cpu")
-        timesteps = torch.stack([t[0] for t in found]).float()
+        steps = flow.sampling_timesteps(1, geometry, dtype=torch.float32, device="cpu")
+        timesteps = torch.cat(steps).float()
 
         self.num_inference_steps = flow.num_sampling_steps
         self.timesteps = timesteps.to(device)
@@ -120,6 +120,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         if self._step_index is None:
             self._step_index = self._index_of(timestep)
         i = self._step_index
+        # Timesteps may repeat after rounding, indices do not.
         self._step_index += 1
         moved = sample.float() + (self.sigmas[i + 1] - self.sigmas[i]) * model_output
         moved = moved.to(model_output.dtype)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from dataclasses import dataclass, replace
-from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, Popen, TimeoutExpired
+import shutil
+import tempfile
+import threading
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from opensora_sp.common.files import parse_json
 from opensora_sp.runtime.environment import Launch
+from opensora_sp.runtime.local_ranks import LocalRanks
 
 from .host_report import Check, Report, examine
-from .probe import PREFIX, measure_with_all_ranks
+from .probe import measure_once, measure_with_all_ranks
 
 PROBE_TIMEOUT = 100  # seconds
-PROBE = ["-m", "opensora_sp.runtime.doctor.probe"]
-ERRORS = re.compile(
-    r"^error(?: \(rank \d+\))?: (.*)|^(?:\[rank\d+\]: )?(\w*(?:\.\w+)*Error: .*)", re.MULTILINE
-)
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ class Diagnosis:
     @property
     def checks(self) -> list[Check]:
         """All checks, of all hosts."""
-        checks = []
-        for report in self.reports:
-            checks += report.checks
+        checks = list(chain.from_iterable(report.checks for report in self.reports))
         return checks if self.collective is None else [*checks, self.collective]
 
     @property
@@ -41,18 +38,19 @@ class Diagnosis:
         return all(check.status != "FAIL" for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """The first host's report, with those of all others under ``hosts``."""
-        first, *others = (report.to_dict() for report in self.reports)
-        collective = None if self.collective is None else vars(self.collective)
+        """The first host's report, with the reports of all others under ``hosts``."""
+        first, *others = (asdict(report) for report in self.reports)
+        collective = self.collective and asdict(self.collective)
         return {**first, "hosts": others, "collective": collective, "ok": self.ok}
 
 
-def diagnose(port: int, *, collective: bool) -> Diagnosis | None:
+def diagnose(port: int, *, collective: bool, trains: bool) -> Diagnosis | None:
     """Diagnose this host, or with the ranks of a launcher all of their hosts.
 
     Args:
         port: at which rank 0 of a run would listen.
-        collective: whether to start ranks on this host, where no launcher has started any.
+        collective: start ranks on this host, where no launcher has started any.
+        trains: a training is to run.
 
     Returns:
         None on all ranks of a launcher but the first.
@@ -62,46 +60,34 @@ def diagnose(port: int, *, collective: bool) -> Diagnosis | None:
     """
     launch = Launch.read()
     if launch is not None:
-        return _diagnose_all_hosts(launch)
-
-    report = examine(port=port)
-    if not collective:
-        return Diagnosis([report])
-    options = ["--standalone", "--nproc_per_node", str(report.gpus or 2), *PROBE]
-    return Diagnosis([report], _check_collective(_torchrun(options)))
+        return _diagnose_all_hosts(launch, trains=trains)
+    report = examine(trains=trains, port=port)
+    return Diagnosis([report], _try_collective(report.gpus or 2) if collective else None)
 
 
-def _diagnose_all_hosts(launch: Launch) -> Diagnosis | None:
+def _diagnose_all_hosts(launch: Launch, *, trains: bool) -> Diagnosis | None:
     master = launch.master[0] if launch.spans_hosts else None
-    report = examine(master=master) if launch.local_rank == 0 else None
-    measured, gathered = measure_with_all_ranks(launch, report)
+    report = examine(trains=trains, master=master) if launch.local_rank == 0 else None
+    measured, gathered = measure_with_all_ranks(report)
     if launch.rank:
         return None
     return Diagnosis([report for report in gathered if report], _describe(measured))
 
 
-def _torchrun(options: list[str]) -> CompletedProcess[str]:
-    """Run torchrun until it exits."""
-    arguments = [sys.executable, "-m", "torch.distributed.run", *options]
-    process = Popen(arguments, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True)
-    try:
-        output, _ = process.communicate(timeout=PROBE_TIMEOUT)
-    except TimeoutExpired:
-        process.terminate()  # torchrun forwards it to its ranks
-        output, _ = process.communicate()
-    return CompletedProcess(arguments, process.returncode, output)
-
-
-def _check_collective(launched: CompletedProcess[str]) -> Check:
-    """What the ranks measured, or why they could not."""
-    output = launched.stdout
-    results = [line for line in output.splitlines() if line.startswith(PREFIX)]
-    if not results or launched.returncode:
-        errors = [message or raised for message, raised in ERRORS.findall(output)]
-        message = errors[0] if errors else f"no answer within {PROBE_TIMEOUT} s"
-        check = Check.failed("all ranks", message)
-        return check if check.advice else replace(check, advice="docs/multinode.md explains errors")
-    return _describe(parse_json(results[0].removeprefix(PREFIX), "what rank 0 has measured"))
+def _try_collective(nproc: int) -> Check:
+    """Start ranks on this host; returns what they measured, or why they could not."""
+    folder = Path(tempfile.mkdtemp(prefix="opensora-sp-doctor-"))
+    with closing(LocalRanks(nproc, measure_once, folder / "ranks.log")) as ranks:
+        timer = threading.Timer(PROBE_TIMEOUT, ranks.close)
+        timer.start()
+        try:
+            _, measured = ranks.run("measure", on_step=print, is_cancelled=lambda: False)
+        except ValueError as error:
+            return Check.failed("all ranks", str(error))  # which names the log
+        finally:
+            timer.cancel()
+    shutil.rmtree(folder)
+    return _describe(measured)
 
 
 def _describe(measured: dict[str, Any]) -> Check:

@@ -9,10 +9,10 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
@@ -26,31 +26,43 @@ from opensora_sp.runtime.host_checks import (
     interfaces,
     shared_memory,
 )
-from opensora_sp.runtime.versions import ABSENT, PACKAGE, PACKAGES, versions
+from opensora_sp.runtime.versions import PACKAGE, PACKAGES, versions
 
 GB = 1e9
 MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
 
 # Variables that decide how ranks start. No secrets: they are printed.
 FORWARDED = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+|(PYTHON|LD_LIBRARY_)?PATH")
-READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}  # in bash
-Status = Literal["ok", "warn", "FAIL"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of a report: what was checked, what was found, the verdict, and what to do."""
+    """One line of a report: what was checked, the facts, the verdict, and what to do."""
 
     name: str
     found: str
-    status: Status = "ok"
+    status: Literal["ok", "warn", "FAIL"] = "ok"
     advice: str = ""
 
     @classmethod
     def failed(cls, name: str, message: str) -> Check:
         """A failed check, of a message "got ...; expected ...; what to do"."""
-        found, _, advice = message.partition("; ")
-        return cls(name, found.removeprefix("got "), "FAIL", advice)
+        facts, _, advice = message.partition("; ")
+        return cls(name, facts.removeprefix("got "), "FAIL", advice)
+
+    @classmethod
+    def warn_if(cls, problem: bool, name: str, facts: str, advice: str) -> Check:
+        """A warning with advice where there is a problem."""
+        return cls(name, facts, "warn", advice) if problem else cls(name, facts)
+
+    @classmethod
+    def run(cls, name: str, facts: str, check: Callable[[], None]) -> Check:
+        """The result of a check that a run makes as well: the facts, or its error."""
+        try:
+            check()
+        except ValueError as error:
+            return cls.failed(name, str(error))
+        return cls(name, facts)
 
 
 @dataclass
@@ -62,88 +74,58 @@ class Report:
     facts: dict[str, str] = field(default_factory=dict)
     gpus: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ok": self.ok}
 
-    @property
-    def ok(self) -> bool:
-        return all(check.status != "FAIL" for check in self.checks)
-
-
-def examine(*, port: int | None = None, master: str | None = None) -> Report:
+def examine(*, trains: bool, port: int | None = None, master: str | None = None) -> Report:
     """Run all checks of this host.
 
     Args:
+        trains: a training is to run, which needs ColossalAI.
         port: at which rank 0 would listen, if it ran here.
         master: the first host of several; None if the run stays on this host.
     """
     facts = versions()
-    checks = [*_software(facts), *_devices(), _memory(), _shared_memory()]
+    checks = [*_software(facts, trains=trains), *_devices(), _memory(), _shared_memory()]
     if port:
         checks.append(_port(port))
 
     names = [f"{name} {addresses[0]}" for name, addresses in interfaces().items() if addresses]
-    checks.append(_run_check("network", ", ".join(names), check_interfaces))
+    checks.append(Check.run("network", ", ".join(names), check_interfaces))
     if master:
         check = partial(check_own_address, (master, 22))
-        checks.append(_run_check("own address", "other hosts can reach it", check))
+        checks.append(Check.run("own address", "other hosts can reach it", check))
 
     checks += _variables(several_hosts=master is not None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Report(socket.gethostname(), checks, facts, gpus)
 
 
-def _run_check(name: str, found: str, check: Callable[[], None]) -> Check:
-    """The result of a check that a run makes as well: ``found``, or the error."""
-    try:
-        check()
-    except ValueError as error:
-        return Check.failed(name, str(error))
-    return Check(name, found)
+def _software(facts: dict[str, str], *, trains: bool) -> list[Check]:
+    colossalai = Check.run("ColossalAI", facts["colossalai"], check_colossalai)
+    if colossalai.status == "FAIL" and not trains:
+        advice = f"sampling needs none; for training {colossalai.advice}"
+        colossalai = replace(colossalai, status="warn", advice=advice)
 
-
-def _warn_if(problem: bool, name: str, found: str, advice: str) -> Check:
-    return Check(name, found, "warn", advice) if problem else Check(name, found)
-
-
-def _software(facts: dict[str, str]) -> list[Check]:
-    colossalai, flash = facts["colossalai"], facts["flash-attn"]
-    without_flash = f"{ABSENT}, and not needed: torch SDPA is used"
-    if facts["flash-attn-3"] == ABSENT and _has_hopper():
-        # Models are imported for this sentence alone.
-        from opensora_sp.models.attention_table import INSTALL_FLASH3
-
-        without_flash += f"; faster on this GPU: {INSTALL_FLASH3}"
-    others = set(PACKAGES) - {"colossalai", "flash-attn"}
-    packages = ", ".join(f"{name} {facts[name]}" for name in sorted(others))
+    others = sorted(set(PACKAGES) - {"colossalai"})
     python = f"{platform.python_version()} in {sys.prefix}, {platform.platform()}"
-    torch_version = f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"
-
     return [
         Check("opensora-sp", f"{facts['opensora-sp']} in {PACKAGE}"),
         Check("python", python),
-        Check("torch", torch_version),
-        _run_check("ColossalAI", colossalai, check_colossalai),
-        Check("flash-attn", without_flash if flash == ABSENT else flash),
-        Check("packages", packages),
+        Check("torch", f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"),
+        colossalai,
+        Check("packages", ", ".join(f"{name} {facts[name]}" for name in others)),
         _torchrun(),
     ]
 
 
-def _has_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
 def _torchrun() -> Check:
-    found, own = shutil.which("torchrun"), Path(sys.executable).parent
-    if found is not None and Path(found).parent.resolve() == own.resolve():
-        return Check("torchrun", found)
-
+    torchrun, environment = shutil.which("torchrun"), Path(sys.executable).parent
+    is_elsewhere = torchrun is None or Path(torchrun).parent.resolve() != environment.resolve()
+    facts = f"{torchrun or 'none'} on the PATH, python in {environment}"
     advice = (
-        f"activate the environment (PATH={own}:...): colossalai run starts the first torchrun on "
-        "the PATH"
+        f"activate the environment (PATH={environment}:...): colossalai run starts the first "
+        "torchrun on the PATH"
     )
-    return Check("torchrun", f"{found or 'none'} on the PATH, python in {own}", "warn", advice)
+    return Check.warn_if(is_elsewhere, "torchrun", facts, advice)
 
 
 def _driver() -> str:
@@ -158,42 +140,36 @@ def _driver() -> str:
 
 def _devices() -> list[Check]:
     if not torch.cuda.is_available():
-        return [_run_check("devices", f"no GPU: {os.cpu_count()} CPU cores, gloo", check_devices)]
+        return [Check.run("devices", f"no GPU: {os.cpu_count()} CPU cores, gloo", check_devices)]
     return [_gpu(number) for number in range(torch.cuda.device_count())]
 
 
 def _gpu(number: int) -> Check:
-    facts = torch.cuda.get_device_properties(number)
+    properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    found = (
-        f"{facts.name}, {free / GB:.1f} GB free of {total / GB:.1f}, compute "
-        f"{facts.major}.{facts.minor}"
+    facts = (
+        f"{properties.name}, {free / GB:.1f} GB free of {total / GB:.1f}, compute "
+        f"{properties.major}.{properties.minor}"
     )
-    try:
-        check_architectures(number)
-    except ValueError as error:
-        return Check.failed(f"GPU {number}", str(error))
+    check = Check.run(f"GPU {number}", facts, partial(check_architectures, number))
+    if check.status == "FAIL":
+        return check
     advice = "another process uses it: see nvidia-smi"
-    return _warn_if(free < 0.9 * total, f"GPU {number}", found, advice)
+    return Check.warn_if(free < 0.9 * total, check.name, facts, advice)
 
 
 def _memory() -> Check:
     memory = psutil.virtual_memory()
-    found = f"{memory.available / GB:.1f} GB free of {memory.total / GB:.1f}"
+    facts = f"{memory.available / GB:.1f} GB free of {memory.total / GB:.1f}"
     advice = "end processes that use memory: loading a model alone needs more"
-    return _warn_if(memory.available < MIN_MEMORY, "memory", found, advice)
+    return Check.warn_if(memory.available < MIN_MEMORY, "memory", facts, advice)
 
 
 def _shared_memory() -> Check:
-    name = "shared memory"
-    usage = shared_memory()
-    if usage is None:
-        return Check(name, "no /dev/shm", "warn", "num_workers must be 0; mount a tmpfs there")
-
-    total, free = usage
-    found = f"{free / GB:.2f} GB free of {total / GB:.2f} in /dev/shm"
+    total, free = shared_memory() or (0, 0)
+    facts = f"{free / GB:.2f} GB free of {total / GB:.2f} in /dev/shm"
     advice = "docker run --shm-size=8g, or num_workers=0; NCCL needs some as well"
-    return _warn_if(free < MIN_SHARED_MEMORY, name, found, advice)
+    return Check.warn_if(free < MIN_SHARED_MEMORY, "shared memory", facts, advice)
 
 
 def _port(port: int) -> Check:
@@ -203,18 +179,18 @@ def _port(port: int) -> Check:
         try:
             probe.bind(("", port))
         except OSError as error:
-            found = f"{error.strerror}{_listener(port)}"
             advice = "pass another --master_port, on one host --standalone, or end that process"
-            return Check(name, found, "FAIL", advice)
+            return Check(name, f"{error.strerror}{_listener(port)}", "FAIL", advice)
     return Check(name, "free")
 
 
 def _listener(port: int) -> str:
     """The process that listens at a port, if this user may see it."""
     try:
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
-                return f", by process {one.pid} ({psutil.Process(one.pid).name()})"
+        for socket_ in psutil.net_connections("tcp"):
+            is_listening = socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port
+            if is_listening and socket_.pid:
+                return f", by process {socket_.pid} ({psutil.Process(socket_.pid).name()})"
     except psutil.Error:
         pass
     return ""
@@ -225,25 +201,20 @@ def _variables(*, several_hosts: bool) -> list[Check]:
     shown = [f"{name}={os.environ[name]}" for name in forwarded if "PATH" not in name]
     checks = [Check("environment", ", ".join(shown) or "nothing set")]
 
-    broken = [
-        name for name, value in os.environ.items() if not _survives_colossalai_run(name, value)
-    ]
+    broken = [name for name, text in sorted(os.environ.items()) if is_changed_by_bash(name, text)]
     if several_hosts and broken:
-        found = f"environment variables {', '.join(sorted(broken))}"
+        facts = f"environment variables {', '.join(broken)}"
         advice = (
             "unset them: colossalai run sends the whole environment through a shell, which would "
             "fail or run them"
         )
-        checks.append(Check("colossalai run", found, "warn", advice))
+        checks.append(Check("colossalai run", facts, "warn", advice))
     return checks
 
 
-def _survives_colossalai_run(name: str, value: str) -> bool:
-    """Whether ``export NAME="VALUE"`` in bash preserves the value.
+def is_changed_by_bash(name: str, text: str) -> bool:
+    """True if ``export NAME="TEXT"`` would fail or give the variable another text.
 
-    Empty values and those of several lines are not sent at all.
+    ``colossalai run`` sends no text of several lines.
     """
-    if not value or "\n" in value:
-        return True
-    is_name = re.fullmatch(r"[A-Za-z_]\w*", name) is not None
-    return is_name and name not in READ_ONLY and not set(value) & set('"`$\\')
+    return "\n" not in text and (not name.isidentifier() or bool(set(text) & set('"`$\\')))

@@ -16,7 +16,7 @@ Traffic in E, activations of C numbers for each token:
 
 Here are the launches and the autograd functions; ``modulation_kernels.py`` has the kernels.
 
-Legend: as in ``reference/modulation.py``; N entries of a table ``[N, C]``.
+Legend: as in ``kernels/modulation.py``; N entries of a table ``[N, C]``.
 """
 
 from typing import Any, NamedTuple
@@ -26,54 +26,89 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.modulation import EPSILON, Part
+from ..modulation import EPSILON, Part
 from .modulation_kernels import (
     add_gated_backward_kernel,
     add_gated_kernel,
+    add_pieces_kernel,
     norm_modulate_backward_kernel,
     norm_modulate_kernel,
 )
 from .operator import opaque_operator
-from .sums import sum_parts_and_bias
+from .sums import COLUMNS, ROWS
 
 TOKENS = 4  # of a program in forward
-FEWEST_TOKENS = 16  # of a program in backward, since each writes sums
-PROGRAMS = 528  # at least, in backward: four for each multiprocessor of an H100
+
+# Shares of backward's programs. GPUs run 528 of them at a time (H100 SXM), 456 (H100 PCIe) or 432
+# (A100). Bits depend on the order of sums, so the number of programs does not depend on the GPU.
+# 432 large shares take what 528 equal ones would; smaller ones fill the slots that remain, or
+# follow on a GPU without any: on each of the three, all slots end at about the same time.
+SLOTS, LARGE_PROGRAMS, SMALL_PROGRAMS = 528, 432, 384
 
 
 class _Shares(NamedTuple):
-    """How the tokens are distributed over programs; the fields are the kernels' ``COUNTS``.
+    """How tokens are distributed over entries and programs; the fields are the kernels' ``COUNTS``.
 
     Attributes:
-        rows, length: n of a sample, and L.
+        length: L.
         shared_rows, shared_length: rows, and tokens in each of them, that share an entry.
         first, local_rows: the local rows, counted from the first sample's first row.
-        programs: of each entry.
+        large_programs, large, small: the number of programs with a large share, and the tokens in
+            a large share and in a small one.
     """
 
-    rows: int
     length: int
     shared_rows: int
     shared_length: int
     first: int
     local_rows: int
-    programs: int
+    large_programs: int
+    large: int
+    small: int
+
+    @property
+    def programs(self) -> int:
+        remaining = self.length * self.local_rows - self.large_programs * self.large
+        return self.large_programs + triton.cdiv(max(0, remaining), self.small)
+
+    @property
+    def local_entries(self) -> int:
+        """Number of entries, from the first local row's to the last local row's."""
+        first_group = self.first // self.shared_rows
+        end_group = triton.cdiv(self.first + self.local_rows, self.shared_rows)
+        return (end_group - first_group) * (self.length // self.shared_length)
 
 
 def _shares(x: Tensor, entry: Tensor, first: int, rows: int, *, backward: bool) -> _Shares:
     rows, length = rows or len(x) // len(entry), x.shape[1]
-    shared_rows, shared_length = rows // entry.shape[1], length // entry.shape[2]
+    programs = _backward_programs if backward else _forward_programs
+    return _Shares(
+        length,
+        rows // entry.shape[1],
+        length // entry.shape[2],
+        first,
+        len(x),
+        *programs(len(x) * length),
+    )
 
-    most = min(shared_rows, len(x)) * shared_length
-    programs = triton.cdiv(most, FEWEST_TOKENS if backward else TOKENS)
-    if backward:
-        entries = entry.numel() // entry.shape[-1]
-        programs = min(programs, triton.cdiv(PROGRAMS, entries))
-    return _Shares(rows, length, shared_rows, shared_length, first, len(x), programs)
+
+def _forward_programs(tokens: int) -> tuple[int, int, int]:
+    return triton.cdiv(tokens, TOKENS), TOKENS, 1
+
+
+def _backward_programs(tokens: int) -> tuple[int, int, int]:
+    """The last three fields of ``_Shares``."""
+    large = triton.cdiv(tokens, SLOTS)
+    large_programs = min(LARGE_PROGRAMS, triton.cdiv(tokens, large))
+    remaining = max(0, tokens - large_programs * large)
+    return large_programs, large, max(1, triton.cdiv(remaining, SMALL_PROGRAMS))
 
 
 def _constants(x: Tensor) -> dict[str, Any]:
     """What the kernels for tokens such as x are compiled for."""
+    # At a width of 1,152, 44 % of the lanes of a block of 2,048 are idle. Blocks of 1,024 and 128
+    # would take 114 registers in backward, not 128, but load the tail 16 bits at a time, and each
+    # line of the kernels would be there twice.
     block = triton.next_power_of_2(x.shape[-1])
     return dict(
         WIDTH=x.shape[-1],
@@ -107,11 +142,6 @@ def _like(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape or x.shape, dtype=x.dtype, device=x.device)
 
 
-def _wide(x: Tensor, *shape: int) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.empty(shape, dtype=dtype, device=x.device)
-
-
 def _norm_modulate(
     x: Tensor,
     branch: Tensor | None,
@@ -122,13 +152,13 @@ def _norm_modulate(
     rows: int,
 ) -> tuple[Tensor, Tensor]:
     """The sum of x, branch and bias, empty without a branch, and the modulated tokens."""
-    total, modulated = _fake_norm_modulate(x, branch, bias, shift, scale, first, rows)
+    total, modulated = _fake_norm_modulate(x, branch)
     if not x.numel():
         return total, modulated
 
     shifts, scales = _tables(shift, scale)
     shares = _shares(x, shift, first, rows, backward=False)
-    norm_modulate_kernel[len(shifts) * shares.programs,](
+    norm_modulate_kernel[shares.programs,](
         *_with_steps(x),
         branch.contiguous() if branch is not None else None,
         bias,
@@ -155,30 +185,28 @@ def _norm_modulate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the sum, of shift and scale, ``[2, b, 1 or n, 1 or L, C]``, and of the
     bias, empty without one."""
-    grad = _like(total)
+    grad, grad_entries, grad_bias = _fake_norm_modulate_backward(total, scale, bias)
     if not total.numel():
-        no_bias = bias.new_zeros(bias.shape) if bias is not None else _like(scale, 0)
-        return grad, scale.new_zeros(2, *scale.shape), no_bias
+        return grad, grad_entries.zero_(), grad_bias.zero_()
 
     (scales,) = _tables(scale)
     shares = _shares(total, scale, first, rows, backward=True)
-    sums = _wide(scale, shares.programs, 2 + (bias is not None), *scales.shape)
-    norm_modulate_backward_kernel[len(scales) * shares.programs,](
+    sums, bias_sums = _empty_sums(grad_entries, grad_bias, shares)
+    norm_modulate_backward_kernel[shares.programs,](
         *_with_steps(total),
         scales,
         *_with_steps(grad_total),
         grad_modulated.contiguous(),
         grad,
         sums,
+        bias_sums,
         scales.stride(0),
-        len(scales),
         *shares,
-        HAS_BIAS=bias is not None,
         EPS=EPSILON,
         **_constants(total),
     )
-    entries, grad_bias = sum_parts_and_bias(sums, scale.dtype, bias)
-    return grad, entries.view(2, *scale.shape), grad_bias
+    _add_pieces(sums, bias_sums, grad_entries, grad_bias, shares)
+    return grad, grad_entries, grad_bias
 
 
 def _add_gated(
@@ -188,7 +216,7 @@ def _add_gated(
     if x.numel():
         (gates,) = _tables(gate)
         shares = _shares(x, gate, first, rows, backward=False)
-        add_gated_kernel[len(gates) * shares.programs,](
+        add_gated_kernel[shares.programs,](
             *_with_steps(x),
             gates,
             branch.contiguous(),
@@ -212,21 +240,21 @@ def _add_gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of gate, branch and bias, and the sum of both of the total's.
 
-    Empty tensors stand for what there is not: a gate's gradient without the branch, a bias, or a
-    second gradient of the total.
+    Empty tensors stand for gradients that are not computed: of a gate without the branch, of a
+    bias that is None, and the sum without a second gradient of the total.
     """
     grad_gate, grad_branch, grad_bias, grad = _fake_add_gated_backward(
-        gate, branch, bias, grad_total, other, first, rows
+        gate, branch, bias, grad_total, other
     )
     if not grad_total.numel():
         return grad_gate.zero_(), grad_branch, grad_bias.zero_(), grad
 
     (gates,) = _tables(gate)
     shares = _shares(grad_total, gate, first, rows, backward=True)
-    sums = None
+    sums, bias_sums = None, None
     if branch is not None:
-        sums = _wide(gate, shares.programs, 1 + (bias is not None), *gates.shape)
-    add_gated_backward_kernel[len(gates) * shares.programs,](
+        sums, bias_sums = _empty_sums(grad_gate[None], grad_bias, shares)
+    add_gated_backward_kernel[shares.programs,](
         gates,
         branch.contiguous() if branch is not None else None,
         bias,
@@ -235,45 +263,60 @@ def _add_gated_backward(
         grad if other is not None else None,
         grad_branch,
         sums,
+        bias_sums,
         gates.stride(0),
-        len(gates),
         *shares,
         **_constants(grad_total),
     )
-    if sums is None:
-        return grad_gate, grad_branch, grad_bias, grad
-    entries, grad_bias = sum_parts_and_bias(sums, gate.dtype, bias)
-    return entries.view(gate.shape), grad_branch, grad_bias, grad
+    if sums is not None:
+        _add_pieces(sums, bias_sums, grad_gate[None], grad_bias, shares)
+    return grad_gate, grad_branch, grad_bias, grad
 
 
-def _fake_norm_modulate(
-    x: Tensor,
-    branch: Tensor | None,
-    bias: Tensor | None,
-    shift: Tensor,
-    scale: Tensor,
-    first: int,
-    rows: int,
-) -> tuple[Tensor, Tensor]:
+def _empty_sums(total: Tensor, grad_bias: Tensor, shares: _Shares) -> tuple[Tensor, Tensor | None]:
+    """For the sums of pieces ``[P, kinds, C]``, and for the bias, if any, the sums of programs."""
+    wide, width = torch.promote_types(total.dtype, torch.float32), total.shape[-1]
+    pieces = shares.programs + shares.local_entries
+    sums = total.new_empty(pieces, len(total), width, dtype=wide)
+    if not grad_bias.numel():
+        return sums, None
+    return sums, total.new_empty(shares.programs, width, dtype=wide)
+
+
+def _add_pieces(
+    sums: Tensor, bias_sums: Tensor | None, total: Tensor, grad_bias: Tensor, shares: _Shares
+) -> None:
+    """Write the gradients of entries, ``[kinds, b, 1 or n, 1 or L, C]``, and of the bias."""
+    kinds, width = sums.shape[1:]
+    rows = total.numel() // width
+    grid = (triton.cdiv(width, COLUMNS) * (rows + (bias_sums is not None)),)
+    add_pieces_kernel[grid](
+        sums,
+        bias_sums,
+        total,
+        grad_bias,
+        rows // kinds,
+        shares.programs,
+        *shares,
+        KINDS=kinds,
+        WIDTH=width,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+    )
+
+
+def _fake_norm_modulate(x: Tensor, branch: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return _like(x, 0) if branch is None else _like(x), _like(x)
 
 
 def _fake_norm_modulate_backward(
-    total: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    grad_total: Tensor,
-    grad_modulated: Tensor,
-    first: int,
-    rows: int,
+    total: Tensor, scale: Tensor, bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_bias = _like(scale, 0) if bias is None else _like(bias)
     return _like(total), _like(scale, 2, *scale.shape), grad_bias
 
 
-def _fake_add_gated(
-    x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, first: int, rows: int
-) -> Tensor:
+def _fake_add_gated(x: Tensor, *_: Any) -> Tensor:
     return _like(x)
 
 
@@ -283,8 +326,7 @@ def _fake_add_gated_backward(
     bias: Tensor | None,
     grad_total: Tensor,
     other: Tensor | None,
-    first: int,
-    rows: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_gate = _like(gate, 0) if branch is None else _like(gate)
     grad_bias = _like(gate, 0) if bias is None else _like(bias)
@@ -329,12 +371,18 @@ class _NormModulate(torch.autograd.Function):
         grad, entries, grad_bias = norm_modulate_backward(
             total, scale, bias, grad_total, grad_modulated, *ctx.rows
         )
-        of_bias = None if bias is None else grad_bias
-        return grad, grad if ctx.adds else None, of_bias, *entries.unbind(), None, None
+        return (
+            grad,
+            grad if ctx.adds else None,
+            None if bias is None else grad_bias,
+            *entries.unbind(),
+            None,
+            None,
+        )
 
 
 class _AddGated(torch.autograd.Function):
-    """The gradient of x is that of the sum. With ``twice`` there are two, which backward adds."""
+    """The gradient of x is the gradient of the sum. With ``twice``, backward adds two of these."""
 
     @staticmethod
     def forward(
@@ -348,8 +396,11 @@ class _AddGated(torch.autograd.Function):
         twice: bool,
     ) -> Any:
         # A frozen gate and bias, as under LoRA, need no branch.
-        _, of_gate, _, of_bias, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(gate, *((branch, bias) if of_gate or of_bias else (None, None)))
+        _, gate_is_trained, _, bias_is_trained, *_ = ctx.needs_input_grad
+        if gate_is_trained or bias_is_trained:
+            ctx.save_for_backward(gate, branch, bias)
+        else:
+            ctx.save_for_backward(gate, None, None)
         ctx.rows = (first, rows)
         total = add_gated_forward(x, gate, branch, bias, first, rows)
         return (total, total.view_as(total)) if twice else total
@@ -362,50 +413,47 @@ class _AddGated(torch.autograd.Function):
         grad_gate, grad_branch, grad_bias, grad = add_gated_backward(
             gate, branch, bias, grad_total, other, *ctx.rows
         )
-        of_x = grad_total if other is None else grad
-        of_gate = None if branch is None else grad_gate
-        of_bias = None if bias is None else grad_bias
-        return of_x, of_gate, grad_branch, of_bias, None, None, None
+        return (
+            grad_total if other is None else grad,
+            None if branch is None else grad_gate,
+            grad_branch,
+            None if bias is None else grad_bias,
+            None,
+            None,
+            None,
+        )
 
 
 def norm_modulate(
     x: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference/modulation.py``."""
-    return _NormModulate.apply(x, None, None, shift, scale, *_numbers(part))
+    """See ``kernels/modulation.py``."""
+    return add_norm_modulate(x, None, shift, scale, part)
 
 
 def add_norm_modulate(
     x: Tensor,
-    branch: Tensor,
+    branch: Tensor | None,
     shift: Tensor,
     scale: Tensor,
     part: Part | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference/modulation.py``."""
+    """See ``kernels/modulation.py``."""
     return _NormModulate.apply(x, branch, bias, shift, scale, *_numbers(part))
 
 
 def add_gated(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """See ``reference/modulation.py``."""
+    """See ``kernels/modulation.py``."""
     return _AddGated.apply(x, gate, branch, bias, *_numbers(part), False)
 
 
 def add_gated_twice(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference/modulation.py``."""
+    """See ``kernels/modulation.py``."""
     return _AddGated.apply(x, gate, branch, bias, *_numbers(part), True)
 
 

@@ -1,8 +1,10 @@
 """Kernels of LayerNorm, modulation and residual connections; see ``modulation.py``.
 
-A program works on tokens that share an entry of the modulation, and reads the entry once. In
-backward it sums the gradients of the entry and of the branch's bias over its tokens in registers,
-and a second kernel adds up the programs. Both add in a fixed order, without atomics.
+A rank's tokens are numbered in the order of the modulation's entries: tokens with the same entry
+follow each other. A program works on consecutive ones, in pieces that share an entry, which is
+read once. In backward it sums the gradients of an entry over each piece in registers, and the
+gradient of the branch's bias over all of them; a second kernel adds up pieces and programs. Both
+add in a fixed order, without atomics.
 
 Tokens that come from the other layout, and their gradients, are read where they lie: transposed.
 """
@@ -10,28 +12,85 @@ Tokens that come from the other layout, and their gradients, are read where they
 import triton
 import triton.language as tl
 
+from .sums import sum_rows
+
 # Integers whose values compile no kernel of their own.
-COUNTS = ("rows", "length", "shared_rows", "shared_length", "first", "local_rows", "programs")
+COUNTS = (
+    "length",
+    "shared_rows",
+    "shared_length",
+    "first",
+    "local_rows",
+    "large_programs",
+    "large",
+    "small",
+)
 # Distances in memory of a tensor's rows, and of the tokens of a row, in tokens.
 X_STEPS, TOTAL_STEPS = ("x_row", "x_token"), ("total_row", "total_token")
 GRAD_STEPS = ("grad_row", "grad_token")
 
 
 @triton.jit
-def _share(rows, length, shared_rows, shared_length, first, local_rows, programs):
-    """The entry of this program, its first local row and first token, and which to work on."""
-    entry = tl.program_id(0) // programs
-    entries_of_row = length // shared_length
-    entries_of_sample = rows // shared_rows * entries_of_row
+def _program_tokens(program, tokens, large_programs, large, small):
+    """The first token of a program, and the end."""
+    before = tl.minimum(program, large_programs)
+    begin = before * large + (program - before) * small
+    size = tl.where(program < large_programs, large, small)
+    return begin, tl.minimum(begin + size, tokens)
 
-    # Of the rows that share the entry, some may come before the local ones or after them.
-    row = entry // entries_of_sample * rows + entry % entries_of_sample // entries_of_row - first
-    begin_row, end_row = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
-    count = tl.maximum(end_row - begin_row, 0) * shared_length
-    size = tl.cdiv(count, programs)
-    begin = tl.program_id(0) % programs * size
-    end = tl.minimum(begin + size, count)
-    return entry.to(tl.int64), begin_row, entry % entries_of_row, begin, end
+
+@triton.jit
+def _program_at(token, large_programs, large, small):
+    """The program that works on a token."""
+    after_large = token - large_programs * large
+    return tl.where(after_large < 0, token // large, large_programs + after_large // small)
+
+
+@triton.jit
+def _row_group(group, layout):
+    """The first local row of rows that share entries, and how many of their tokens share each."""
+    _, shared_rows, shared_length, first, local_rows = layout
+
+    # Some of the rows may come before the local ones, or after them.
+    row = group * shared_rows - first
+    begin, end = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
+    return begin, tl.maximum(end - begin, 0) * shared_length
+
+
+@triton.jit
+def _entry_tokens(entry, layout):
+    """The first token of an entry, and the count of its tokens."""
+    length, _, shared_length, _, _ = layout
+    entries_of_row = length // shared_length
+    row, count = _row_group(entry // entries_of_row, layout)
+    return row * length + entry % entries_of_row * count, count
+
+
+@triton.jit
+def _piece(begin, end, layout):
+    """The tokens from ``begin`` to ``end`` that share an entry with the first of them.
+
+    Returns:
+        The entry, its first local row and its first token in each row, its first token, and the
+        end of the piece.
+    """
+    length, shared_rows, shared_length, first, _ = layout
+    group = (begin // length + first) // shared_rows
+    row, count = _row_group(group, layout)
+
+    place = (begin - row * length) // count
+    entry = group * (length // shared_length) + place
+    entry_begin = row * length + place * count
+    stop = tl.minimum(entry_begin + count, end)
+    return entry.to(tl.int64), row, place * shared_length, entry_begin, stop
+
+
+@triton.jit
+def _sums_row(program, entry, layout):
+    """The row for the sums of a piece. From one piece to the next, the program or the entry or both
+    go up by one: no two pieces share a row, and rows of an entry follow each other."""
+    length, shared_rows, shared_length, first, _ = layout
+    return program + entry - first // shared_rows * (length // shared_length)
 
 
 @triton.jit
@@ -50,7 +109,7 @@ def _normalize(row, inside, WIDTH: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _bias(bias, columns, inside, WIDE: tl.constexpr):
-    """What is added to each token of a branch: zeros without a bias."""
+    """The bias that is added to each token of a branch, or zeros."""
     if bias is None:
         return tl.zeros([columns.shape[0]], WIDE)
     else:
@@ -69,42 +128,48 @@ def norm_modulate_kernel(
     total,
     modulated,
     stride,
-    rows,
     length,
     shared_rows,
     shared_length,
     first,
     local_rows,
-    programs,
+    large_programs,
+    large,
+    small,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first_row, first_token, begin, end = _share(
-        rows, length, shared_rows, shared_length, first, local_rows, programs
-    )
-    place = entry * stride + columns
-    offset = tl.load(shift + place, inside, 0).to(WIDE)
-    factor = 1 + tl.load(scale + place, inside, 0).to(WIDE)
     added = _bias(bias, columns, inside, WIDE)
 
-    for number in range(begin, end):
-        row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = _place(row, length, token, 1, columns, WIDTH)
-        at_x = _place(row, x_row, token, x_token, columns, WIDTH)
-        own = tl.load(x + at_x, inside, 0)
-        if branch is not None:
-            sum_ = own.to(WIDE) + tl.load(branch + place, inside, 0).to(WIDE) + added
-            own = sum_.to(own.dtype)
-            tl.store(total + place, own, inside)
-        normalized, _ = _normalize(own.to(WIDE), inside, WIDTH, EPS)
-        tl.store(modulated + place, normalized * factor + offset, inside)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
+    while begin < end:
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
+        place = entry * stride + columns
+        offset = tl.load(shift + place, inside, 0).to(WIDE)
+        factor = 1 + tl.load(scale + place, inside, 0).to(WIDE)
+
+        for number in range(begin - entry_begin, stop - entry_begin):
+            row, token = first_row + number // shared_length, first_token + number % shared_length
+            place = _place(row, length, token, 1, columns, WIDTH)
+            at_x = _place(row, x_row, token, x_token, columns, WIDTH)
+            tokens = tl.load(x + at_x, inside, 0)
+            if branch is not None:
+                sum_ = tokens.to(WIDE) + tl.load(branch + place, inside, 0).to(WIDE) + added
+                tokens = sum_.to(tokens.dtype)
+                tl.store(total + place, tokens, inside)
+            normalized, _ = _normalize(tokens.to(WIDE), inside, WIDTH, EPS)
+            tl.store(modulated + place, normalized * factor + offset, inside)
+        begin = stop
 
 
-@triton.jit(do_not_specialize=("entries", *TOTAL_STEPS, *GRAD_STEPS, *COUNTS))
+@triton.jit(do_not_specialize=(*TOTAL_STEPS, *GRAD_STEPS, *COUNTS))
 def norm_modulate_backward_kernel(
     total,
     total_row,
@@ -116,55 +181,62 @@ def norm_modulate_backward_kernel(
     grad_modulated,
     grad,
     sums,
+    bias_sums,
     stride,
-    entries,
-    rows,
     length,
     shared_rows,
     shared_length,
     first,
     local_rows,
-    programs,
-    HAS_BIAS: tl.constexpr,
+    large_programs,
+    large,
+    small,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first_row, first_token, begin, end = _share(
-        rows, length, shared_rows, shared_length, first, local_rows, programs
-    )
-    factor = 1 + tl.load(scale + entry * stride + columns, inside, 0).to(WIDE)
-    grad_shift = tl.zeros([BLOCK], WIDE)
-    grad_scale = tl.zeros([BLOCK], WIDE)
     grad_bias = tl.zeros([BLOCK], WIDE)
 
-    for number in range(begin, end):
-        row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = _place(row, length, token, 1, columns, WIDTH)
-        at_total = _place(row, total_row, token, total_token, columns, WIDTH)
-        at_grad = _place(row, grad_row, token, grad_token, columns, WIDTH)
-        x = tl.load(total + at_total, inside, 0).to(WIDE)
-        own = tl.load(grad_modulated + place, inside, 0).to(WIDE)
-        normalized, inverse = _normalize(x, inside, WIDTH, EPS)
-        grad_shift += own
-        grad_scale += own * normalized
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
+    while begin < end:
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
+        factor = 1 + tl.load(scale + entry * stride + columns, inside, 0).to(WIDE)
+        grad_shift = tl.zeros([BLOCK], WIDE)
+        grad_scale = tl.zeros([BLOCK], WIDE)
 
-        own *= factor
-        mean = tl.sum(own, 0) / WIDTH
-        slope = tl.sum(own * normalized, 0) / WIDTH
-        own = (own - mean - normalized * slope) * inverse
-        own += tl.load(grad_total + at_grad, inside, 0).to(WIDE)
-        grad_bias += own
-        tl.store(grad + place, own, inside)
+        for number in range(begin - entry_begin, stop - entry_begin):
+            row, token = first_row + number // shared_length, first_token + number % shared_length
+            place = _place(row, length, token, 1, columns, WIDTH)
+            at_total = _place(row, total_row, token, total_token, columns, WIDTH)
+            at_grad = _place(row, grad_row, token, grad_token, columns, WIDTH)
+            x = tl.load(total + at_total, inside, 0).to(WIDE)
+            slope = tl.load(grad_modulated + place, inside, 0).to(WIDE)
+            normalized, inverse = _normalize(x, inside, WIDTH, EPS)
+            grad_shift += slope
+            grad_scale += slope * normalized
 
-    place = (tl.program_id(0) % programs * (2 + HAS_BIAS) * entries + entry) * WIDTH + columns
-    tl.store(sums + place, grad_shift, inside)
-    tl.store(sums + place + entries * WIDTH, grad_scale, inside)
-    if HAS_BIAS:
-        tl.store(sums + place + 2 * entries * WIDTH, grad_bias, inside)
+            slope *= factor
+            mean = tl.sum(slope, 0) / WIDTH
+            projection = tl.sum(slope * normalized, 0) / WIDTH
+            grad_x = (slope - mean - normalized * projection) * inverse
+            # Loaded before the reductions, it would spill 8 to 16 bytes of each thread.
+            grad_x += tl.load(grad_total + at_grad, inside, 0).to(WIDE)
+            grad_bias += grad_x
+            tl.store(grad + place, grad_x, inside)
+
+        place = _sums_row(tl.program_id(0), entry, layout) * 2 * WIDTH + columns
+        tl.store(sums + place, grad_shift, inside)
+        tl.store(sums + place + WIDTH, grad_scale, inside)
+        begin = stop
+
+    if bias_sums is not None:
+        tl.store(bias_sums + tl.program_id(0) * WIDTH + columns, grad_bias, inside)
 
 
 @triton.jit(do_not_specialize=(*X_STEPS, *COUNTS))
@@ -177,35 +249,41 @@ def add_gated_kernel(
     bias,
     total,
     stride,
-    rows,
     length,
     shared_rows,
     shared_length,
     first,
     local_rows,
-    programs,
+    large_programs,
+    large,
+    small,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first_row, first_token, begin, end = _share(
-        rows, length, shared_rows, shared_length, first, local_rows, programs
-    )
-    factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
     added = _bias(bias, columns, inside, WIDE)
 
-    for number in range(begin, end):
-        row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = _place(row, length, token, 1, columns, WIDTH)
-        at_x = _place(row, x_row, token, x_token, columns, WIDTH)
-        own = tl.load(x + at_x, inside, 0).to(WIDE)
-        own += factor * (tl.load(branch + place, inside, 0).to(WIDE) + added)
-        tl.store(total + place, own, inside)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
+    while begin < end:
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
+        factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
+
+        for number in range(begin - entry_begin, stop - entry_begin):
+            row, token = first_row + number // shared_length, first_token + number % shared_length
+            place = _place(row, length, token, 1, columns, WIDTH)
+            at_x = _place(row, x_row, token, x_token, columns, WIDTH)
+            sum_ = tl.load(x + at_x, inside, 0).to(WIDE)
+            sum_ += factor * (tl.load(branch + place, inside, 0).to(WIDE) + added)
+            tl.store(total + place, sum_, inside)
+        begin = stop
 
 
-@triton.jit(do_not_specialize=("entries", *GRAD_STEPS, *COUNTS))
+@triton.jit(do_not_specialize=(*GRAD_STEPS, *COUNTS))
 def add_gated_backward_kernel(
     gate,
     branch,
@@ -217,46 +295,99 @@ def add_gated_backward_kernel(
     grad,
     grad_branch,
     sums,
+    bias_sums,
     stride,
-    entries,
-    rows,
     length,
     shared_rows,
     shared_length,
     first,
     local_rows,
-    programs,
+    large_programs,
+    large,
+    small,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    entry, first_row, first_token, begin, end = _share(
-        rows, length, shared_rows, shared_length, first, local_rows, programs
-    )
-    factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
     added = _bias(bias, columns, inside, WIDE)
-    grad_gate = tl.zeros([BLOCK], WIDE)
-    grad_total_sum = tl.zeros([BLOCK], WIDE)
+    grad_bias = tl.zeros([BLOCK], WIDE)
 
-    for number in range(begin, end):
-        row, token = first_row + number // shared_length, first_token + number % shared_length
-        place = _place(row, length, token, 1, columns, WIDTH)
-        at_grad = _place(row, grad_row, token, grad_token, columns, WIDTH)
-        own = tl.load(grad_total + at_grad, inside, 0).to(WIDE)
-        if other is not None:
-            own += tl.load(other + place, inside, 0).to(WIDE)
-            tl.store(grad + place, own, inside)
-        if branch is not None:
-            grad_gate += own * (tl.load(branch + place, inside, 0).to(WIDE) + added)
-        grad_total_sum += own
-        tl.store(grad_branch + place, own * factor, inside)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
+    while begin < end:
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
+        factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
+        grad_gate = tl.zeros([BLOCK], WIDE)
 
-    part = tl.program_id(0) % programs
-    if sums is not None:
-        kinds: tl.constexpr = 1 if bias is None else 2
-        place = (part * kinds * entries + entry) * WIDTH + columns
-        tl.store(sums + place, grad_gate, inside)
-        if bias is not None:
-            tl.store(sums + place + entries * WIDTH, grad_total_sum * factor, inside)
+        for number in range(begin - entry_begin, stop - entry_begin):
+            row, token = first_row + number // shared_length, first_token + number % shared_length
+            place = _place(row, length, token, 1, columns, WIDTH)
+            at_grad = _place(row, grad_row, token, grad_token, columns, WIDTH)
+            grad_sum = tl.load(grad_total + at_grad, inside, 0).to(WIDE)
+            if branch is not None:
+                branch_tokens = tl.load(branch + place, inside, 0)
+            if other is not None:
+                grad_sum += tl.load(other + place, inside, 0).to(WIDE)
+                tl.store(grad + place, grad_sum, inside)
+            if branch is not None:
+                grad_gate += grad_sum * (branch_tokens.to(WIDE) + added)
+            scaled = grad_sum * factor
+            grad_bias += scaled
+            tl.store(grad_branch + place, scaled, inside)
+
+        if sums is not None:
+            place = _sums_row(tl.program_id(0), entry, layout) * WIDTH + columns
+            tl.store(sums + place, grad_gate, inside)
+        begin = stop
+
+    if bias_sums is not None:
+        tl.store(bias_sums + tl.program_id(0) * WIDTH + columns, grad_bias, inside)
+
+
+@triton.jit(do_not_specialize=("entries", "programs", *COUNTS))
+def add_pieces_kernel(
+    sums,
+    bias_sums,
+    total,
+    grad_bias,
+    entries,
+    programs,
+    length,
+    shared_rows,
+    shared_length,
+    first,
+    local_rows,
+    large_programs,
+    large,
+    small,
+    KINDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add up the sums of pieces for each kind and entry, and, in the last programs, the sums of
+    backward's programs for the bias."""
+    layout = (length, shared_rows, shared_length, first, local_rows)
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    number = tl.program_id(0) // tiles
+    inside = column < WIDTH
+
+    if number < KINDS * entries:
+        kind, entry = number // entries, number % entries
+        begin, count = _entry_tokens(entry, layout)
+        start_program = _program_at(begin, large_programs, large, small)
+        last_program = _program_at(begin + count - 1, large_programs, large, small)
+        start = _sums_row(start_program, entry, layout)
+        # Entries of other ranks have no tokens here, and no rows.
+        stop = tl.where(count > 0, start + last_program - start_program + 1, start)
+        added = sum_rows(sums + kind * WIDTH, start, stop, KINDS * WIDTH, column, inside, ROWS)
+        place = number.to(tl.int64) * WIDTH + column
+        tl.store(total + place, added.to(total.dtype.element_ty), inside)
+    elif bias_sums is not None:
+        added = sum_rows(bias_sums, 0, programs, WIDTH, column, inside, ROWS)
+        tl.store(grad_bias + column, added.to(grad_bias.dtype.element_ty), inside)

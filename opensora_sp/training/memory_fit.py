@@ -1,0 +1,314 @@
+"""Choices by the memory of devices when a run starts: batch sizes, and what backward keeps.
+
+``bucket_config`` may leave out batch sizes (None). They are chosen once, and a checkpoint has the
+whole config with them. A run that resumes takes them from there, so its micro-batches are the same
+on devices with more or less memory.
+
+``grad_checkpoint="auto"`` chooses what blocks keep for backward, by the shape of each batch. It
+changes no micro-batch, and is chosen anew at each start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Container, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from opensora_sp.checkpoint import on_rank_0
+from opensora_sp.common.files import read_json
+from opensora_sp.config import TrainConfig
+from opensora_sp.data import BatchPlan, BucketPlan, CachedFeatures
+from opensora_sp.data.buckets import Buckets, batch_sizes_of
+from opensora_sp.features.build import (
+    TrainingSet,
+    largest_batch,
+    make_plan,
+    micro_batches_of_step,
+    with_length,
+)
+from opensora_sp.features.cached import check_clips
+from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.kernels import current_kernels
+from opensora_sp.parallel import Options, SequenceMesh
+from opensora_sp.parallel.rank_groups import group_sizes
+from opensora_sp.planner.batches import batches_by_name, with_batch_sizes_in
+from opensora_sp.planner.bucket_levels import BucketLevels, levels_for, plan_bucket
+from opensora_sp.planner.fit import Fit, fit
+from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.host_checks import check_shared_memory
+
+logger = logging.getLogger(__name__)
+
+
+# Batch sizes
+
+
+def provisional(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
+    """The config for checks before a process group exists: with recorded batch sizes, or one clip
+    to a batch.
+    """
+    cfg = recorded(cfg, checkpoint)
+    names = _left_out(cfg)
+    return with_batch_sizes_in(cfg, dict.fromkeys(names, 1)) if names else cfg
+
+
+def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
+    """The config with the batch sizes that a checkpoint's run has chosen.
+
+    Raises:
+        ValueError: if the checkpoint has none for a bucket.
+    """
+    names = _left_out(cfg)
+    if checkpoint is None or not names:
+        return cfg
+
+    config: Mapping[str, Any] = read_json(checkpoint / "state.json").get("config", {})
+    known = batch_sizes_of(config.get("bucket_config") or {})
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"got bucket_config without the batch size of {', '.join(unknown)}, which {checkpoint} "
+            "lacks as well; expected the buckets of the run that is resumed; change them back, or "
+            f"start a new run from these weights with --cfg-options load={checkpoint}"
+        )
+    return with_batch_sizes_in(cfg, {name: known[name] for name in names})
+
+
+def with_chosen_batch_sizes(
+    cfg: TrainConfig,
+    dataset: TrainingSet,
+    checkpoint: Path | None,
+    mesh: SequenceMesh,
+    device: torch.device,
+    reserved: int,
+) -> TrainConfig:
+    """The config with a batch size for every bucket, the same on all ranks. Collective.
+
+    Sizes are taken from the checkpoint. Without one, rank 0 chooses them by ``planner.fit`` for
+    the smallest memory over ranks.
+
+    Args:
+        reserved: bytes of the device that encoders take.
+
+    Raises:
+        ValueError: on all ranks, if not one clip of a bucket fits.
+    """
+    names = _left_out(cfg)
+    if not names:
+        return cfg
+    if checkpoint is not None:
+        logger.info("batch sizes of the run are kept, as recorded in %s", checkpoint)
+        return recorded(cfg, checkpoint)
+
+    memory = free_memory(device, reserved)
+    # On one rank: the fit takes seconds, and all ranks need the same sizes.
+    chosen: list[dict[str, int]] = [{}]
+    with on_rank_0("choosing batch sizes") as is_rank_0:
+        if is_rank_0:
+            fitted = fit(
+                cfg,
+                mesh.world_size,
+                memory,
+                names=names,
+                gpus_per_node=mesh.ranks_per_node,
+                device=device.type,
+                cost_model=cost_model_of(cfg.cost_model),
+            )
+            _log_sizes(fitted)
+            chosen = [fitted.sizes]
+    dist.broadcast_object_list(chosen, src=0)
+
+    cfg = with_batch_sizes_in(cfg, chosen[0])
+    _check_sizes(cfg, dataset)
+    return cfg
+
+
+def _left_out(cfg: TrainConfig) -> list[str]:
+    """Names of the buckets that have no batch size yet."""
+    config = cfg.bucket_config
+    return [] if config is None else Buckets.of(config).without_batch_size
+
+
+def _log_sizes(fitted: Fit) -> None:
+    logger.info(
+        "batch sizes chosen for %.1f GB, the smallest memory of a device without the encoders, and "
+        "micro-batches of about %.3g s; checkpoints keep them:",
+        fitted.memory / 1e9,
+        fitted.seconds,
+    )
+    for bucket in fitted.batches:
+        clips = f"{bucket.name:>14} {bucket.batch.batch_size:6d} clips, {bucket.seconds:.3g} s"
+        logger.info("%s, decided by %s", clips, bucket.decided_by)
+
+
+def _check_sizes(cfg: TrainConfig, dataset: TrainingSet) -> None:
+    """Repeat the checks of ``preflight`` that depend on batch sizes."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)
+    if isinstance(dataset, CachedFeatures):
+        plan = make_plan(cfg, dataset, micro_batches_of_step(cfg, {}, dist.get_world_size()))
+        check_clips(with_length(cfg, plan), dataset, plan)
+
+
+# What backward keeps
+
+
+class ActivationBudget:
+    """Sets the levels of gradient checkpointing before each forward pass. Made collectively.
+
+    With ``grad_checkpoint="auto"`` the levels of all buckets that have clips are planned here, each
+    by one rank, and steps look them up (``levels_for``). A bucket that no clip falls into in any
+    epoch decides nothing.
+
+    Args:
+        module: the bare model.
+        device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
+        buckets: names of the buckets with clips in some epoch; None for all.
+        options: of sequence parallelism, as the model runs with them.
+
+    Raises:
+        ValueError: on all ranks, if a bucket's batches take more of a host's memory than one has.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        module: ConditionedModel,
+        mesh: SequenceMesh,
+        device: torch.device,
+        reserved: int,
+        buckets: Container[str] | None,
+        options: Options | None = None,
+    ) -> None:
+        self.cfg, self.module, self.mesh = cfg, module, mesh
+        # Sizes of groups whose first batch is also computed without sequence parallelism.
+        self._unverified = {group.sp_size for group in mesh.own if cfg.sequence_parallel.verify}
+        if cfg.grad_checkpoint != "auto":
+            module.set_grad_checkpoint(cfg.grad_checkpoint)
+            return
+
+        # Of each process, before it pins any.
+        available = _smallest(_share_of_host(psutil.virtual_memory().available), device)
+        self._run = estimator_of(cfg, mesh, device, reserved, options)
+        names = [name for name in batches_by_name(cfg) if buckets is None or name in buckets]
+        self._planned = self._plan(names)
+        for bucket in self._planned:
+            check_host(bucket, available)
+
+    def fit(self, latents: torch.Size) -> None:
+        """Set the levels of a batch ``(B, c, frames, height, width)`` of the mesh's current
+        group.
+        """
+        if self.cfg.grad_checkpoint != "auto":
+            return
+        ranks = self.mesh.sp_size
+        if ranks in self._unverified:
+            # Whole activations are kept in addition, so everything is recomputed this once.
+            self._unverified.remove(ranks)
+            self.module.set_grad_checkpoint(True)
+            return
+        shape = self._run.shape_of(tuple(latents))
+        self.module.set_grad_checkpoint(levels_for(self._planned, shape, ranks))
+
+    def _plan(self, names: Sequence[str]) -> list[BucketLevels]:
+        """Plan the batches of these buckets, each on one rank. Collective."""
+        began, mesh = time.perf_counter(), self.mesh
+        by_rank: list[list[BucketLevels]] = [[] for _ in range(mesh.world_size)]
+        for name in names[mesh.rank :: mesh.world_size]:
+            # Tracing takes seconds for each bucket, so ranks share the buckets.
+            by_rank[mesh.rank] += plan_bucket(
+                self._run, name, degrees_of_bucket(self.cfg, mesh, name)
+            )
+        if mesh.world_size > 1:
+            dist.all_gather_object(by_rank, by_rank[mesh.rank])
+
+        buckets = chain.from_iterable(by_rank)
+        planned = sorted(buckets, key=lambda bucket: (bucket.name, bucket.ranks))
+        for bucket in planned:
+            ranks = f"{bucket.ranks} rank{'s' * (bucket.ranks > 1)}"
+            logger.info("gradient checkpointing of %s on %s: %s", bucket.name, ranks, bucket.text)
+        seconds = time.perf_counter() - began
+        logger.info("gradient checkpointing planned for %d buckets in %.1f s", len(names), seconds)
+        return planned
+
+
+def degrees_of_bucket(cfg: TrainConfig, mesh: SequenceMesh, name: str) -> list[int]:
+    """The numbers of ranks that may share a bucket's batches."""
+    if isinstance(cfg.sp_size, dict) and name in cfg.sp_size:
+        return [cfg.sp_size[name]]
+    return group_sizes(mesh.family)
+
+
+def buckets_with_clips(plan: BatchPlan) -> set[str] | None:
+    """Names of the buckets that clips fall into in some epoch; None without buckets."""
+    return plan.buckets_with_clips if isinstance(plan, BucketPlan) else None
+
+
+def check_host(planned: BucketLevels, available: float) -> None:
+    """Raise ValueError if a process pins more bytes than a host has available for it."""
+    if planned.pinned > available:
+        raise ValueError(
+            f"got batches of {planned.name} that fit a GPU only with {planned.pinned / 1e9:.3f} GB "
+            "of inputs of blocks in the host's memory for each process; expected at most "
+            f"{available / 1e9:.3f} GB, a process's part of the free memory of the smallest "
+            "host; raise sp_size, start fewer processes on a host, or take smaller batches"
+        )
+
+
+# Memory
+
+
+def estimator_of(
+    cfg: TrainConfig,
+    mesh: SequenceMesh,
+    device: torch.device,
+    reserved: int,
+    options: Options | None,
+) -> RunEstimator:
+    """The planner's estimates for a model as it runs, on the smallest device without ``reserved``
+    bytes of encoders. Collective.
+    """
+    memory = free_memory(device, reserved)
+    run = RunEstimator(
+        cfg, mesh.world_size, memory, device=device.type, gpus_per_node=mesh.ranks_per_node
+    )
+    if options is not None:
+        run.options = options
+    if device.type == "cuda":
+        # Kernels that all ranks have verified: one that failed runs in plain torch, which keeps
+        # more.
+        run.kernels = current_kernels()
+    return run
+
+
+def free_memory(device: torch.device, reserved: int) -> float:
+    """Bytes of the smallest device without ``reserved`` ones. Collective."""
+    return _smallest(memory_of(device) - reserved, device)
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of a GPU; on CPU this process's part of the host's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return _share_of_host(psutil.virtual_memory().total)
+
+
+def _share_of_host(memory: int) -> float:
+    """This process's part of its host's memory; ranks without a launcher may be on any host."""
+    return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _smallest(memory: float, device: torch.device) -> float:
+    """The least over all ranks, which have to choose alike."""
+    least = torch.tensor(memory, dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least)

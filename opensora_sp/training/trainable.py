@@ -1,0 +1,194 @@
+"""The trainable parameters of a run (all, some by name, or adapters alone), and its optimizer.
+
+Checkpoints of a run with LoRA adapters hold the adapters alone. So ``load`` names the weights that
+they are for at every start, also where a run resumes, and has to name the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from opensora_sp.checkpoint import (
+    Weights,
+    fitted,
+    load_model,
+    on_rank_0,
+    open_adapters,
+    open_weights,
+)
+from opensora_sp.checkpoint.adapters import Base, adapter_files, base_digest
+from opensora_sp.config import TrainConfig
+from opensora_sp.config.optimizer import Optimizer
+from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.lora import add_lora, base_names, lora_layers
+from opensora_sp.models.name_patterns import chosen, matches
+
+
+def choose_trained(model: nn.Module, cfg: TrainConfig) -> None:
+    """Freeze what a config does not train, and add its adapters.
+
+    Raises:
+        ValueError: as ``freeze`` and ``add_lora`` do.
+    """
+    freeze(model, cfg.freeze)
+    if cfg.lora is not None:
+        add_lora(model, **dict(cfg.lora))
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze parameters by patterns of names; the last match decides, ``!pattern`` trains.
+
+    Raises:
+        ValueError: if a pattern matches no parameter, or no parameter is trained.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in parameters):
+            # A pattern with a typing error would train what was meant to be frozen.
+            modules = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
+            raise ValueError(
+                f"got {pattern!r} in freeze, which matches no parameter; expected patterns of "
+                f"names in {modules}; write for example 'y_embedder.*'"
+            )
+
+    for name in chosen(parameters, patterns):
+        parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"got freeze {tuple(patterns)}, which leaves nothing to train; expected some "
+            "parameters; add '!pattern' for the parameters to train"
+        )
+
+
+def check_trained(cfg: TrainConfig) -> None:
+    """Raise what ``choose_trained`` would raise, without allocating the model."""
+    if cfg.freeze or cfg.lora is not None:
+        with torch.device("meta"):
+            choose_trained(cfg.model_spec.build(), cfg)
+
+
+def initial_weights(cfg: TrainConfig) -> Weights:
+    """The weights that ``cfg.load`` names, in any layout; of a run's checkpoint not the EMA."""
+    assert cfg.load is not None
+    return open_weights(cfg.load, allow_pickle=cfg.allow_pickle)
+
+
+# LoRA
+
+
+@dataclass(frozen=True)
+class LoraRun:
+    """The adapters of a run.
+
+    Attributes:
+        layers: names of the adapted layers.
+        base: the weights that they are trained on.
+    """
+
+    layers: list[str]
+    rank: int
+    alpha: float
+    base: Base
+
+    def files(self) -> dict[str, bytes]:
+        """The JSON files next to the adapters, by name."""
+        return adapter_files(self.layers, rank=self.rank, alpha=self.alpha, base=self.base)
+
+
+def load_base(cfg: TrainConfig, weights: Weights, module: ConditionedModel) -> LoraRun:
+    """Copy the weights of ``load`` into a boosted model with adapters. Collective.
+
+    Args:
+        weights: as they were opened.
+        module: the bare model with its adapters.
+    """
+    assert cfg.lora is not None and cfg.load is not None
+    with torch.device("meta"):
+        bare = cfg.model_spec.build()
+    weights = fitted(weights, bare, convert=cfg.convert)
+
+    layers = list(lora_layers(module))
+    sha256 = [""]
+    with on_rank_0("reading the weights of load") as is_rank_0:
+        if is_rank_0:
+            sha256 = [base_digest(weights, layers)]
+    dist.broadcast_object_list(sha256, src=0)
+
+    # In a model with adapters, adapted layers have other names.
+    renamed = base_names(module.state_dict())
+    load_model(weights.renamed(renamed), module, None)
+    return LoraRun(layers, cfg.lora.rank, cfg.lora.alpha, Base(cfg.load, sha256[0]))
+
+
+def check_base(run: LoraRun, checkpoint: Path) -> None:
+    """Raise ValueError if a checkpoint's adapters were trained on other weights than ``load``."""
+    saved = open_adapters(str(checkpoint / "model")).base
+    if saved is not None and saved.sha256 != run.base.sha256:
+        raise ValueError(
+            f"got load {run.base.name!r} to resume from {checkpoint}, whose adapters are for other "
+            f"weights ({saved.name!r} when it was written); expected the same; change load back, "
+            "or start a new run with another --cfg-options outputs=..."
+        )
+
+
+# The optimizer
+
+
+def make_optimizer(cfg: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An elementwise optimizer of torch by its name, or ColossalAI's HybridAdam on CUDA.
+
+    It has no state yet: the plugin, which shards the weights, makes what a class begins with.
+
+    Raises:
+        ValueError: for numbers that the class refuses.
+    """
+    name, options = cfg.optimizer.type, cfg.optimizer.options
+    if name == "HybridAdam":
+        from opensora_sp.plugin.fused_step import hybrid_adam
+
+        return hybrid_adam(parameters, **options)
+
+    try:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, **options)
+    except ValueError as error:
+        raise ValueError(
+            f"got options {options} of optimizer.type {name!r}; expected what torch.optim.{name} "
+            f"takes ({error}); change them"
+        ) from None
+    # Adagrad begins with a state of whole weights; the plugin makes one of this rank's shards.
+    optimizer.state.clear()
+    return optimizer
+
+
+def check_optimizer(cfg: TrainConfig) -> None:
+    """Raise ValueError if torch's class refuses the options; HybridAdam is not built for this."""
+    if cfg.optimizer.type != "HybridAdam":
+        make_optimizer(cfg, [nn.Parameter(torch.zeros(1))])
+
+
+def check_same_state(cfg: TrainConfig, saved: dict[str, Any], checkpoint: Path) -> None:
+    """Raise ValueError if a checkpoint's moments are of another optimizer than the config's.
+
+    Args:
+        saved: ``optimizer`` of the config that the checkpoint was written with.
+    """
+    theirs = Optimizer(**saved)
+    if theirs.moments != cfg.optimizer.moments or theirs.scalars != cfg.optimizer.scalars:
+        raise ValueError(
+            f"got optimizer.type {cfg.optimizer.type!r}, which keeps "
+            f"{_state_names(cfg.optimizer)}, to resume from {checkpoint}, which has "
+            f"{_state_names(theirs)} of {theirs.type!r}; expected the same state; change it back, "
+            f"or start a new run from these weights with --cfg-options load={checkpoint}"
+        )
+
+
+def _state_names(optimizer: Optimizer) -> str:
+    scalars = [name for name in optimizer.scalars if name != "step"]
+    return ", ".join([*optimizer.moments, *scalars]) or "no moments"
