@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     ranks = "processes that share a batch (default: sp_size if it divides the processes, else 1)"
     add("--sp-size", type=int, metavar="P", help=ranks)
     add("--no-ema", action="store_true", help="evaluate the trained weights, not their average")
-    add("--output", metavar="FILE", help="also write the numbers to a JSON file")
+    add("--output", type=Path, metavar="FILE", help="also write the numbers to a JSON file")
     add_cfg_options(parser)
     add_allow_pickle(parser)
     return parser
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
-    output = None if args.output is None else Path(args.output)
+    output = args.output
     with raise_on_all_ranks():
         if output is not None:
             check_writable(output.parent)
