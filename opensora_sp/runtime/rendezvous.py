@@ -94,19 +94,22 @@ def join_rendezvous(settings: Mapping[str, Any] | None = None) -> RunStore | Non
     None for a single process. Ranks that have a process group already meet in its store.
 
     Args:
-        settings: names and JSON values that must be equal on all ranks, such as a config's.
+        settings: names and JSON values that must be equal on all ranks, such as a config's; not
+            compared where there is a process group.
 
     Raises:
         ValueError: the same on every rank that can be reached, if a rank is missing or cannot
             start, if world sizes, versions, devices or settings differ, or if a rank cannot connect
             to rank 0.
     """
-    is_joined = dist.is_initialized()
-    launch = Launch.of_process_group() if is_joined else Launch.read()
+    store = None
+    if dist.is_initialized():
+        launch: Launch | None = Launch.of_process_group()
+        store, settings = dist.distributed_c10d._get_default_store(), None
+    else:
+        launch = Launch.read()
     if launch is None or launch.world_size == 1:
         return None
-
-    store = dist.distributed_c10d._get_default_store() if is_joined else None
     return Rendezvous(launch, join_timeout(), store).join(settings or {})
 
 
