@@ -41,8 +41,8 @@ class InferenceConfig(Common):
     """Largest number of videos in a batch."""
 
     ckpt: str | None = None
-    """Weights: a run, a checkpoint, a Hugging Face folder, a file, or a name on the hub such as
-    `hpcai-tech/OpenSora-STDiT-v3`, with `@revision`.
+    """Weights: a run, a checkpoint, a Hugging Face folder, a file, or a name on the hub,
+    `owner/model` or `owner/model@revision`.
     """
 
     lora: tuple[str, ...] = ()

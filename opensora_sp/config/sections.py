@@ -108,9 +108,8 @@ def _option_fields() -> dict[str, Any]:
     types, found = get_type_hints(Options), {}
     for one in dataclasses.fields(Options):
         if one.metadata["in_config"]:
-            choices = one.metadata["choices"]
-            annotation = Literal[choices] if choices else types[one.name]
-            found[one.name] = (annotation, Field(one.default, description=one.metadata["help"]))
+            help_text = one.metadata["help"]
+            found[one.name] = (types[one.name], Field(one.default, description=help_text))
     return found
 
 

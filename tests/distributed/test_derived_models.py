@@ -45,7 +45,6 @@ ALL = [
     # Several chunks of a block are in flight; queries and keys are distributed by heads.
     (PLAIN, dict(overlap_chunks=2)),
     (PLAIN, dict(strategy="ulysses")),
-    (PLAIN, dict(placement="branch")),
 ]
 
 
