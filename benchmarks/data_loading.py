@@ -21,16 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from opensora_sp.data import (
-    Clip,
-    ClipShape,
-    Sample,
-    VideoTextDataset,
-    resize_and_crop,
-    scale,
-    toy_clip,
-    write_video,
-)
+from opensora_sp.data import Clip, ClipShape, Sample, VideoTextDataset, scale, toy_clip, write_video
+from opensora_sp.data.transforms import resize_and_crop
 
 FRAMES, SIZE = 48, 480  # of each file
 

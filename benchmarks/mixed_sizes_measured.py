@@ -51,7 +51,8 @@ from benchmarks.slow_link import (
 )
 from benchmarks.time_limit import limit_time
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Entry, StepBatches, write_manifest, write_video
+from opensora_sp.data import Entry, write_manifest, write_video
+from opensora_sp.data.loader import StepBatches
 from opensora_sp.parallel import CommLedger, shutdown_process_group
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.debug.communication import listening

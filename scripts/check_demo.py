@@ -32,23 +32,14 @@ from opensora_sp.config import (
     load_inference_config,
     load_train_config,
 )
-from opensora_sp.data import (
-    CorruptSample,
-    ToyClip,
-    VideoTextDataset,
-    is_held_out,
-    scale,
-    to_frames,
-    toy_clip,
-)
+from opensora_sp.data import CorruptSample, VideoTextDataset, scale, to_frames, toy_clip
 from opensora_sp.data.randomness import normal
-from opensora_sp.data.toy import toy_captions
+from opensora_sp.data.toy import ToyClip, is_held_out, toy_captions
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.encoders import LatentEncoder
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.sampling.contact_sheet import write_contact_sheet
+from opensora_sp.sampling.contact_sheet import draw_text, write_contact_sheet
 from opensora_sp.sampling.decoding import collected
-from opensora_sp.sampling.lettering import draw_text
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline

@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a dropped RNG key (step)",
-        "opensora_sp/features/draws.py",
+        "opensora_sp/features/batch.py",
         "keys = [(micro_batch.number, sample) for sample in micro_batch.ids]",
         "keys = [(0, sample) for sample in micro_batch.ids]",
         ("tests/unit/test_frame_masks.py",),
@@ -150,16 +150,17 @@ MUTATIONS = [
     ),
     Mutation(
         "an EMA averaged twice under accumulation",
-        "opensora_sp/training/trainer.py",
-        "self.ema.update(step, taken)",
-        "[self.ema.update(step, taken) for _ in range(min(self.cfg.accumulation_steps, 2))]",
+        "opensora_sp/training/step.py",
+        "self.tensors.ema.update(step, taken)",
+        "for _ in range(min(self.cfg.accumulation_steps, 2)):\n"
+        "            self.tensors.ema.update(step, taken)",
         ("tests/distributed/test_accumulation.py::test_ema_weights_are_averaged_once_a_step",),
     ),
     Mutation(
         "a kernel's entry off by one where a rank begins inside of a sample",
         "opensora_sp/models/kernels/triton/modulation_kernels.py",
-        "entry % entries_of_sample // entries_of_row - first",
-        "entry % entries_of_sample // entries_of_row - first + tl.minimum(first, 1)",
+        "return entry.to(tl.int64), row,",
+        "return tl.maximum(entry - tl.minimum(first, 1), 0).to(tl.int64), row,",
         ("tests/unit/test_modulation_kernels.py::test_values_and_gradients",),
     ),
     Mutation(

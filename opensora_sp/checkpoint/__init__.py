@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .filesystem import FileSystem, flush
-from .folder import CheckpointFolder, DamagedCheckpointError, set_aside, verify
+from .filesystem import FileSystem
+from .folder import CheckpointFolder, DamagedCheckpointError, verify
 from .paths import (
     checkpoint_name,
     checkpoint_step,
@@ -18,42 +18,24 @@ from .paths import (
     newest_checkpoint,
     weight_files,
 )
-from .reader import (
-    PickledWeightsError,
-    Stored,
-    Weights,
-    convert_command,
-    open_weights,
-    saved_config,
-)
-from .state_dict import CONVERSIONS, check_conversions, check_names, fitted
+from .reader import Stored, Weights, open_weights, saved_config
+from .state_dict import check_names, fitted
 from .tensor_file import Spec, TensorFile
 from .writer import Part, SaveJob, Saver, on_rank_0
 from .zero_shards import NamedShards, load_model
 
 if TYPE_CHECKING:
-    from .adapters import Adapters, check_adapters, merged, open_adapters
-    from .model_config import (
-        check_encoders,
-        check_model_config,
-        model_config_json,
-        write_model_config,
-    )
-    from .pretrained import check_vacant, fill, from_pretrained, new_folder, save_pretrained
-
-# Until 1.0.
-Disk = FileSystem
+    from .adapters import Adapters, check_adapters, open_adapters
+    from .model_config import check_encoders, check_model_config, write_model_config
+    from .pretrained import from_pretrained, new_folder, save_pretrained
 
 __all__ = [
-    "CONVERSIONS",
     "Adapters",
     "CheckpointFolder",
     "DamagedCheckpointError",
-    "Disk",
     "FileSystem",
     "NamedShards",
     "Part",
-    "PickledWeightsError",
     "SaveJob",
     "Saver",
     "Spec",
@@ -61,23 +43,16 @@ __all__ = [
     "TensorFile",
     "Weights",
     "check_adapters",
-    "check_conversions",
     "check_encoders",
     "check_model_config",
     "check_names",
-    "check_vacant",
     "checkpoint_name",
     "checkpoint_step",
     "committed_checkpoints",
-    "convert_command",
-    "fill",
     "find_weights",
     "fitted",
-    "flush",
     "from_pretrained",
     "load_model",
-    "merged",
-    "model_config_json",
     "new_folder",
     "newest_checkpoint",
     "on_rank_0",
@@ -85,7 +60,6 @@ __all__ = [
     "open_weights",
     "save_pretrained",
     "saved_config",
-    "set_aside",
     "verify",
     "weight_files",
     "write_model_config",

@@ -96,7 +96,7 @@ class Adapters:
         return tensors[parameter_name(layer, "A")], tensors[parameter_name(layer, "B")]
 
     def delta(self, layer: str, dtype: torch.dtype) -> Tensor:
-        """What they add to a layer's weight, ``[out, in]``."""
+        """Change of a layer's weight, ``[out, in]``."""
         down, up = (stored.read().to(dtype) for stored in self.pair(layer))
         return self.scale * self.scaling * (up @ down)
 
@@ -112,7 +112,7 @@ def layer_of(parameter: str) -> str:
 
 
 def name_on_disk(parameter: str) -> str:
-    """peft's name of a parameter, without that of the adapter."""
+    """peft's name of a parameter, without the name of the adapter."""
     return f"base_model.model.{parameter.replace(f'.{ADAPTER}.', '.')}"
 
 
@@ -131,7 +131,7 @@ def adapter_files(
         "inference_mode": True,
     }
     files = {ADAPTER_CONFIG: peft, BASE_FACTS: vars(base)}
-    return {name: (json.dumps(one, indent=1) + "\n").encode() for name, one in files.items()}
+    return {name: (json.dumps(facts, indent=1) + "\n").encode() for name, facts in files.items()}
 
 
 def find_adapters(path: str | Path, *, ema: bool = True) -> Path | None:
@@ -186,18 +186,17 @@ def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) 
             kind than what ``adapter_files`` describes.
     """
     path, scale = parse_source(source)
-    found: str | Path = path
-    if not Path(path).exists() and (on_hub := HubName.of_missing(path)) is not None:
-        found = fetch(on_hub, kind=ADAPTERS, allow_pickle=allow_pickle, more=(BASE_FACTS,))
-    folder = find_adapters(found, ema=ema)
+    place, on_hub = Path(path), None if Path(path).exists() else HubName.of_missing(path)
+    if on_hub is not None:
+        place = fetch(on_hub, kind=ADAPTERS, allow_pickle=allow_pickle, more=(BASE_FACTS,))
+    folder = find_adapters(place, ema=ema)
     if folder is None:
-        advice, missing = "pass whole weights as --ckpt", ""
-        if not Path(path).exists():
-            advice, missing = "check the path", f" ({describe_missing(path)})"
+        missing = "" if place.exists() else f" ({describe_missing(path)})"
         raise ValueError(
             f"got adapters {path!r}, where there is no {ADAPTER_CONFIG}{missing}; expected a run "
             "that was trained with lora=dict(...), its checkpoint, a folder that peft wrote, or a "
-            f"name on the hub, whose first part is no folder here; {advice}"
+            "name on the hub, whose first part is no folder here; check the path, or pass whole "
+            "weights as --ckpt"
         )
 
     config = read_json(folder / ADAPTER_CONFIG)
@@ -207,36 +206,34 @@ def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) 
     ranks = {stored.shape[0] for name, stored in tensors.items() if ".lora_A." in name}
     if ranks - {config["r"]}:
         raise ValueError(
-            f"got {folder / ADAPTER_CONFIG} with r = {config['r']} beside adapters of rank "
+            f"got {folder / ADAPTER_CONFIG} with r = {config['r']} for adapters of rank "
             f"{sorted(ranks)}; expected the same rank; copy both files again from one folder"
         )
     return Adapters(folder, replace(weights, tensors=tensors), scaling, _base(folder), scale)
 
 
 def _base(folder: Path) -> Base | None:
-    """What is recorded of the weights that adapters were trained on, if anything is."""
+    """The recorded weights that adapters were trained on; None if nothing is recorded."""
     file = folder / BASE_FACTS
     if not file.is_file():
         return None
-    values = read_json(file)
-    keys = ("name", "sha256")
-    if not isinstance(values, dict) or not all(isinstance(values.get(k), str) for k in keys):
+    facts = read_json(file)
+    try:
+        name, sha256 = facts["name"] + "", facts["sha256"] + ""
+    except (TypeError, KeyError):
         raise ValueError(
-            f"got {file} without texts for {' and '.join(keys)}; expected what a training writes; "
-            "copy the file again, or remove it"
-        )
-    return Base(values["name"], values["sha256"])
+            f"got {file} without texts for name and sha256; expected what a training writes; copy "
+            "the file again, or remove it"
+        ) from None
+    return Base(name, sha256)
 
 
 def _scaling(config: Any, folder: Path) -> float:
     """alpha / rank of an ``adapter_config.json``."""
-    others = ["no names and values"] if not isinstance(config, dict) else []
-    if not others:
-        others = [
-            f"{key} = {config[key]!r}"
-            for key, allowed in MUST_BE.items()
-            if key in config and config[key] not in allowed
-        ]
+    others = ["no names and values"]
+    if isinstance(config, dict):
+        differing = [key for key in MUST_BE if config.get(key, MUST_BE[key][0]) not in MUST_BE[key]]
+        others = [f"{key} = {config[key]!r}" for key in differing]
     if others:
         raise ValueError(
             f"got {folder / ADAPTER_CONFIG} with {', '.join(others)}; expected plain LoRA of "
@@ -274,7 +271,7 @@ def _opened(folder: Path, *, allow_pickle: bool) -> Weights:
 
 def _by_parameter(tensors: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
     """The tensors by names of parameters, A and B of each layer."""
-    found = {}
+    parameters = {}
     for name, stored in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None or len(stored.shape) != 2:
@@ -283,17 +280,17 @@ def _by_parameter(tensors: Mapping[str, Stored], folder: Path) -> dict[str, Stor
                 "and lora_B of linear layers alone; merge such adapters with peft "
                 "(merge_and_unload) and pass the result as --ckpt"
             )
-        found[parameter_name(match[1], match[2])] = stored
+        parameters[parameter_name(match[1], match[2])] = stored
 
-    for name in found:
+    for name in parameters:
         layer = layer_of(name)
-        missing = [m for m in "AB" if parameter_name(layer, m) not in found]
+        missing = [m for m in "AB" if parameter_name(layer, m) not in parameters]
         if missing:
             raise ValueError(
                 f"got adapters of {layer} in {folder} without lora_{missing[0]}; expected A and B "
                 "of each layer; copy the file again"
             )
-    return found
+    return parameters
 
 
 def check_adapters(adapters: Adapters, model: nn.Module) -> None:
@@ -334,10 +331,11 @@ def merged(weights: Weights, adapters: Sequence[Adapters]) -> Weights:
     """
     tensors, notes = dict(weights.tensors), list(weights.notes)
     by_layer: dict[str, list[Adapters]] = {}
-    for one in adapters:
-        notes.append(f"merged {len(one.layers)} adapters of {one.path}, scale {one.scale:g}")
-        for layer in one.layers:
-            by_layer.setdefault(layer, []).append(one)
+    for source in adapters:
+        summary = f"{len(source.layers)} adapters of {source.path}, scale {source.scale:g}"
+        notes.append(f"merged {summary}")
+        for layer in source.layers:
+            by_layer.setdefault(layer, []).append(source)
 
     for layer, added in by_layer.items():
         stored = _weight_of(weights, layer)
@@ -360,8 +358,8 @@ def _sum(stored: Stored, layer: str, adapters: Sequence[Adapters]) -> Tensor:
     weight = stored.read()
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = weight.to(wide)
-    for one in adapters:
-        total = total + one.delta(layer, wide)
+    for source in adapters:
+        total = total + source.delta(layer, wide)
     return total.to(weight.dtype)
 
 
@@ -380,13 +378,11 @@ def base_digest(weights: Weights, layers: Iterable[str]) -> str:
 
 
 def warn_of_other_base(weights: Weights, adapters: Sequence[Adapters]) -> None:
-    """Warn if adapters are merged into other weights than those that they were trained on."""
-    for one in adapters:
-        if one.base is not None and base_digest(weights, one.layers) != one.base.sha256:
+    """Warn if adapters are merged into other weights than they were trained on."""
+    for source in adapters:
+        base = source.base
+        if base is not None and base_digest(weights, source.layers) != base.sha256:
             logger.warning(
-                "adapters: %s were trained on other weights (%s) than those of %s, of the same "
-                "model; samples may be worse",
-                one.path,
-                one.base.name,
-                weights.path,
+                f"adapters: {source.path} were trained on other weights ({base.name}) of this "
+                f"model than {weights.path}; samples may be worse"
             )

@@ -37,11 +37,11 @@ class FileSystem:
     def mkdir(self, path: Path) -> None:
         self.perform("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))
 
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        """Write all of ``data`` to an unbuffered file."""
+    def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
+        """Write all of ``content`` to an unbuffered file."""
 
         def write_all() -> None:
-            rest = memoryview(data).cast("B")
+            rest = memoryview(content).cast("B")
             while rest:
                 rest = rest[file.write(rest) :]
 
@@ -57,17 +57,17 @@ class FileSystem:
     def unlink(self, path: Path) -> None:
         self.perform("unlink", path, path.unlink)
 
-    def write_flushed(self, path: Path, data: bytes) -> None:
+    def write_flushed(self, path: Path, content: bytes) -> None:
         """Write a small file and flush its content."""
         with path.open("wb", buffering=0) as file:
-            self.write(file, data)
+            self.write(file, content)
 
         self.flush(path)
 
-    def write_file(self, path: Path, data: bytes) -> None:
-        """Replace a small file atomically: a reader sees the old content or all of ``data``."""
+    def write_file(self, path: Path, content: bytes) -> None:
+        """Replace a small file atomically: a reader sees the old content or all of the new."""
         partial = path.with_name(f".partial-{path.name}")
-        self.write_flushed(partial, data)
+        self.write_flushed(partial, content)
 
         self.rename(partial, path)
         self.flush(path.parent)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from opensora_sp.common.files import MAX_BYTES, open_regular, parse_json, read_small_file
+from opensora_sp.common.files import MAX_BYTES, parse_json, read_small_file
 
 from .filesystem import FileSystem, sha256
 from .paths import checkpoint_step, committed_checkpoints, is_committed
@@ -30,11 +30,13 @@ READABLE_FORMATS = (2,)
 FORMAT = READABLE_FORMATS[-1]
 # Larger files are compared by size only, unless a check is thorough.
 QUICK_CHECK_BYTES = 1 << 20
+# A number and 64 digits.
+MAX_COMMIT_BYTES = 1 << 10
 logger = logging.getLogger(__name__)
 
 
 class DamagedCheckpointError(ValueError):
-    """Files of a checkpoint are not those of its own digests."""
+    """Files of a checkpoint do not have the digests of its manifest."""
 
 
 class CheckpointFolder:
@@ -104,10 +106,10 @@ class CheckpointFolder:
     def _write_files(self, entries: Mapping[str, dict[str, Any]]) -> bytes:
         """Write and flush everything but ``COMMIT``; returns the manifest."""
         listed = dict(entries)
-        for name, data in self.files.items():
+        for name, content in self.files.items():
             self.filesystem.mkdir((self.partial / name).parent)
-            self.filesystem.write_flushed(self.partial / name, data)
-            listed[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            self.filesystem.write_flushed(self.partial / name, content)
+            listed[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
         manifest = to_json({"format": FORMAT, "step": checkpoint_step(self.final), "files": listed})
         self.filesystem.write_flushed(self.partial / "manifest.json", manifest)
@@ -192,9 +194,9 @@ def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
         with reading(file):
             difference = _difference(file, entry, thorough=thorough)
         if difference:
-            found, expected = difference
+            actual, expected = difference
             raise DamagedCheckpointError(
-                f"got a damaged checkpoint: {file} {found}; expected {expected}, as it was "
+                f"got a damaged checkpoint: {file} {actual}; expected {expected}, as it was "
                 "written; copy it again, or take another checkpoint"
             )
 
@@ -217,7 +219,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _difference(file: Path, entry: dict[str, Any], *, thorough: bool) -> tuple[str, str] | None:
-    """What a file is, and what its entry in the manifest says that it is; None if these agree."""
+    """A file's size or digest, and the expected one of the manifest; None if these agree."""
     if not file.is_file():
         return "is missing", f"{entry['bytes']} bytes"
 
@@ -255,9 +257,9 @@ def resolve_inside(folder: Path, name: str) -> Path:
     return file
 
 
-def to_json(value: Any) -> bytes:
+def to_json(content: Any) -> bytes:
     """Indented JSON with sorted keys."""
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _commit_text(manifest: bytes, number: int) -> bytes:
@@ -265,10 +267,9 @@ def _commit_text(manifest: bytes, number: int) -> bytes:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    number, commit = _read_commit(folder)
+    number, commit = _read_format(folder)
     path = folder / "manifest.json"
-    with reading(path):
-        text = read_small_file(path, MAX_BYTES, "a list of files")
+    text = _read_bounded(path, MAX_BYTES)
     if commit != _commit_text(text, number):
         raise DamagedCheckpointError(
             f"got a damaged checkpoint: {path} is not the one that COMMIT names; expected the file "
@@ -290,31 +291,41 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _is_manifest(content: Any) -> bool:
-    """Whether JSON has the structure of a manifest: whoever makes one can commit it as well."""
+    """True if JSON has the structure of a manifest: whoever makes one can commit it as well."""
     try:
-        entries = content["files"].values()
-        are_sound = [
-            type(entry["bytes"]) is int and type(entry["sha256"]) is str for entry in entries
-        ]
-        return type(content["step"]) is int and all(are_sound)
+        types = {
+            (type(entry["bytes"]), type(entry["sha256"])) for entry in content["files"].values()
+        }
+        return type(content["step"]) is int and types <= {(int, str)}
     except (AttributeError, KeyError, TypeError):
         return False
 
 
-def _read_commit(folder: Path) -> tuple[int, bytes]:
-    """The format of a checkpoint, and the content of ``COMMIT``."""
-    path = folder / "COMMIT"
-    with reading(path), open_regular(path) as file:
-        commit = file.read()
+def _read_bounded(path: Path, max_bytes: int) -> bytes:
+    """A small file; a larger one than this package writes is damaged, and not read."""
+    with reading(path):
+        try:
+            return read_small_file(path, max_bytes, "a file of a checkpoint")
+        except ValueError as error:
+            raise DamagedCheckpointError(str(error)) from None
 
-    found = re.match(rb"(\d{1,9})\s", commit)
-    if found is None:
+
+def read_commit(folder: Path) -> bytes:
+    """The content of ``COMMIT``; errors as of ``verify``."""
+    return _read_bounded(folder / "COMMIT", MAX_COMMIT_BYTES)
+
+
+def _read_format(folder: Path) -> tuple[int, bytes]:
+    """The format of a checkpoint, and the content of ``COMMIT``."""
+    commit = read_commit(folder)
+    match = re.match(rb"(\d{1,9})\s", commit)
+    if match is None:
         raise DamagedCheckpointError(
-            f"got a damaged checkpoint: {path} holds {commit[:80]!r}; expected a format and a "
-            "SHA-256; copy it again, or take another checkpoint"
+            f"got a damaged checkpoint: {folder / 'COMMIT'} holds {commit[:80]!r}; expected a "
+            "format and a SHA-256; copy it again, or take another checkpoint"
         )
 
-    number = int(found[1])
+    number = int(match[1])
     if number not in READABLE_FORMATS:
         raise ValueError(
             f"got a checkpoint of format {number} in {folder}; expected one of "

@@ -22,15 +22,14 @@ from filelock import FileLock
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)/?([\w./-]*)(?:@([\w./-]+))?", re.ASCII)
-# Beside the weights. A card has their license.
+# Fetched with the weights. A card has their license.
 _ABOUT = ("config.json", "README.md", "adapter_config.json")
 _LISTED = 8
-_NEAREST = 4  # names beside a missing one
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is looked for in a repository.
+    """Kind of files to fetch from a repository.
 
     Attributes:
         noun, content: of the source and of what it holds, for messages.
@@ -80,8 +79,8 @@ class HubName:
     @classmethod
     def parse(cls, source: str) -> HubName | None:
         """The parts of a name; None for what cannot be one."""
-        found = _NAME.fullmatch(source)
-        return None if found is None else cls(found[1], found[2].strip("/"), found[3])
+        match = _NAME.fullmatch(source)
+        return None if match is None else cls(match[1], match[2].strip("/"), match[3])
 
     @classmethod
     def of_missing(cls, source: str) -> HubName | None:
@@ -94,9 +93,8 @@ class HubName:
 
 
 def is_path(source: str) -> bool:
-    """Whether ``source`` is a path and no name on the hub, also where it is not on disk."""
-    first = source.partition("/")[0]
-    return source.startswith((".", "~", "/")) or Path(first).is_dir()
+    """True if ``source`` is a path and no name on the hub, also where it is not on disk."""
+    return source.startswith((".", "~", "/")) or Path(source.partition("/")[0]).is_dir()
 
 
 def describe_missing(path: str | Path) -> str:
@@ -111,16 +109,16 @@ def describe_missing(path: str | Path) -> str:
 
     names: list[str] = []
     with suppress(OSError):
-        names = [one.name for one in folder.iterdir() if not one.name.startswith(".")]
+        names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     # In a folder that was named, any may have been meant; the working directory has all sorts.
     cutoff = 0.6 if folder == Path() else 0.0
-    nearest = difflib.get_close_matches(name, names, n=_NEAREST, cutoff=cutoff)
+    nearest = difflib.get_close_matches(name, names, n=4, cutoff=cutoff)
     there = f", nearest: {', '.join(nearest)}" if nearest else ""
     return f"{folder.absolute()} has no {name!r}{there}"
 
 
 def describe_not_cached(source: str) -> str:
-    """Why neither this machine nor the hub has ``source``, where the hub is not asked."""
+    """Reason why ``source`` is neither on disk nor cached, where the hub is not asked."""
     from huggingface_hub import constants
 
     offline = "HF_HUB_OFFLINE=1 is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
@@ -131,7 +129,7 @@ def describe_not_cached(source: str) -> str:
 
 
 def answers() -> bool:
-    """Whether the hub can be reached; the libraries themselves try for a minute."""
+    """True if the hub can be reached; the libraries themselves try for a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -161,14 +159,13 @@ def snapshot(name: HubName, patterns: Sequence[str], *, is_online: bool) -> Path
     from huggingface_hub import snapshot_download
 
     with _only_process(name.repository) if is_online else nullcontext():
-        return Path(
-            snapshot_download(
-                name.repository,
-                revision=name.revision,
-                allow_patterns=list(patterns),
-                local_files_only=not is_online,
-            )
+        folder = snapshot_download(
+            name.repository,
+            revision=name.revision,
+            allow_patterns=list(patterns),
+            local_files_only=not is_online,
         )
+    return Path(folder)
 
 
 @contextmanager
@@ -213,15 +210,16 @@ def fetch(
         is_online = answers()
         if is_online:
             listed = files_of(name)
-            wanted = chosen_files(name, listed, kind, allow_pickle=allow_pickle, more=more)
-            folder = snapshot(name, wanted, is_online=True)
         else:
             folder = snapshot(name, (), is_online=False)
-            found = [path for path in folder.rglob("*") if path.is_file()]
-            listed = [path.relative_to(folder).as_posix() for path in found]
-            chosen_files(name, listed, kind, allow_pickle=allow_pickle)
-    except _NoWeightsError as error:
-        raise ValueError(str(error)) from None
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            listed = [path.relative_to(folder).as_posix() for path in files]
+
+        wanted = chosen_files(name, listed, kind, allow_pickle=allow_pickle, more=more)
+        if is_online:
+            folder = snapshot(name, wanted, is_online=True)
+    except NoWeightsError:
+        raise
     # Errors of huggingface_hub depend on its version and its HTTP library.
     except Exception as error:
         raise _not_fetched(name, kind, error) from error
@@ -230,8 +228,8 @@ def fetch(
     return folder / name.path
 
 
-class _NoWeightsError(Exception):
-    """A repository that holds no weights, or no adapters, that may be read."""
+class NoWeightsError(ValueError):
+    """A repository holds no weights, or no adapters, that may be read."""
 
 
 def chosen_files(
@@ -242,10 +240,10 @@ def chosen_files(
     allow_pickle: bool,
     more: Sequence[str] = (),
 ) -> list[str]:
-    """Those of a repository's files that are needed to read what is at a name.
+    """The files of a repository that are needed to read the weights at a name.
 
     Raises:
-        _NoWeightsError: if there are none, with the files that there are.
+        NoWeightsError: if there are none, with the files that there are.
     """
     if name.path in listed:
         weights, folder = [name.path], PurePosixPath(name.path).parent
@@ -257,7 +255,7 @@ def chosen_files(
     if not weights:
         raise _no_weights(name, kind, listed, folder)
     about = {str(folder / pattern) for pattern in (*_ABOUT, *more)}
-    return [*weights, *(f for f in listed if any(fnmatchcase(f, one) for one in about))]
+    return [*weights, *(file for file in listed if any(fnmatchcase(file, p) for p in about))]
 
 
 def _weights_among(files: Sequence[str], kind: Kind, *, allow_pickle: bool) -> list[str]:
@@ -270,18 +268,22 @@ def _weights_among(files: Sequence[str], kind: Kind, *, allow_pickle: bool) -> l
 
 def _is_like(file: str, patterns: Sequence[str]) -> bool:
     name = PurePosixPath(file).name
-    is_optimizer = name.startswith(("optim", "pytorch_optim"))
-    return not is_optimizer and any(fnmatchcase(name, pattern) for pattern in patterns)
+    return not is_optimizer(name) and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_optimizer(name: str) -> bool:
+    """True if a file holds the state of an optimizer, by its name."""
+    return name.startswith(("optim", "pytorch_optim"))
 
 
 def _no_weights(
     name: HubName, kind: Kind, listed: Sequence[str], folder: PurePosixPath
-) -> _NoWeightsError:
+) -> NoWeightsError:
     here = [file for file in listed if PurePosixPath(file).parent == folder]
     pickles = [file for file in here if _is_like(file, kind.pickles)]
     if pickles:
         target = f"{PurePosixPath(name.repository).name}-safetensors"
-        return _NoWeightsError(
+        return NoWeightsError(
             f"got {kind.noun} {str(name)!r} on the hub, whose weights ({pickles[0]}) are pickled, "
             "and a pickle can run code as it is read; expected safetensors; "
             f"{kind.advice.format(name=name, target=target)}, or pass allow_pickle=True "
@@ -289,10 +291,9 @@ def _no_weights(
         )
 
     there = ", ".join(sorted(listed)[:_LISTED]) or "nothing"
-    others = len(listed) - _LISTED
-    if others > 0:
-        there += f" and {others} more"
-    return _NoWeightsError(
+    if len(listed) > _LISTED:
+        there += f" and {len(listed) - _LISTED} more"
+    return NoWeightsError(
         f"got {kind.noun} {str(name)!r} on the hub, which holds no {kind.content} there; expected "
         f"a file of that kind, or a folder with one; there are: {there}; name one of these as "
         f"{name.repository}/PATH, or check the name"

@@ -1,4 +1,4 @@
-"""``config.json`` beside weights: ours, and those of the public Open-Sora checkpoints."""
+"""``config.json`` next to weights, ours or of the public Open-Sora checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MUST_BE = {"no_temporal_pos_emb": False}
 
 
 def model_config_json(name: str, config: Any) -> bytes:
-    """The content of ``config.json`` beside the weights.
+    """The content of ``config.json`` next to the weights.
 
     Args:
         name: of the model's class.
@@ -53,7 +53,7 @@ def model_config_json(name: str, config: Any) -> bytes:
 
 
 def write_model_config(folder: Path, name: str, config: Any) -> None:
-    """Write ``config.json`` beside the weights."""
+    """Write ``config.json`` next to the weights."""
     (folder / "config.json").write_bytes(model_config_json(name, config))
 
 
@@ -92,9 +92,9 @@ def _class_name(saved: dict[str, Any], source: Path) -> str:
         if name in known:
             return str(name)
 
-    found = [name for name in names if name] or "no model"
+    given = [name for name in names if name] or "no model"
     raise ValueError(
-        f"got {source} with a config.json of {found}; expected one of {list(known)} under "
+        f"got {source} with a config.json of {given}; expected one of {list(known)} under "
         "_class_name, architectures or model_type; check the path, correct the file, or name a "
         "class of yours: model='my_package.MyModel'"
     )
@@ -147,7 +147,7 @@ def choose_config(
 
     name, values, notes = parse_model_config(saved, source)
     if model is not None and issubclass(model_class(model), model_class(name)):
-        # What a derived class has beside is drawn at random, or missing where adapters are merged.
+        # The additions of a derived class are drawn at random; with adapters they are missing.
         name = model_class(model).__name__
     if model is not None:
         preset = PRESETS[model][1] if model in PRESETS else {}
@@ -172,7 +172,7 @@ def check_model_config(
     config: Any,
     *,
     convert: Collection[str] = (),
-    of_base: bool = False,
+    allow_base: bool = False,
 ) -> None:
     """Compare the configured model with the ``config.json`` of weights.
 
@@ -184,7 +184,7 @@ def check_model_config(
         name: of the model's class.
         config: its dataclass.
         convert: conversions, whose settings may differ.
-        of_base: the file may name a class that the model's is derived from, without the settings
+        allow_base: the file may name a class that the model's is derived from, without the settings
             that the latter adds.
 
     Raises:
@@ -197,12 +197,12 @@ def check_model_config(
         )
 
     saved_name, values, _ = parse_model_config(saved, folder)
-    known = {one.name for one in dataclasses.fields(config)}
-    if of_base and issubclass(model_class(name), model_class(saved_name)):
+    known = {field.name for field in dataclasses.fields(config)}
+    if allow_base and issubclass(model_class(name), model_class(saved_name)):
         name = saved_name
-        known = {one.name for one in dataclasses.fields(model_class(name).Config)}
+        known = {field.name for field in dataclasses.fields(model_class(name).Config)}
 
-    may_differ = MAY_DIFFER.union(*(CONVERSIONS[one].config_keys for one in convert))
+    may_differ = MAY_DIFFER.union(*(CONVERSIONS[other].config_keys for other in convert))
     settings = dataclasses.asdict(config).items()
     wanted = {key: value for key, value in settings if key in known - may_differ}
     _refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
@@ -244,25 +244,25 @@ def _check_types(name: str, values: dict[str, Any]) -> None:
         if field.name not in values:
             continue
 
-        value, annotated = values[field.name], types[field.name]
+        setting, annotated = values[field.name], types[field.name]
         try:
             # Strict: a string of digits is no number. In JSON, tuples are lists.
-            TypeAdapter(annotated).validate_json(json.dumps(value), strict=True)
+            TypeAdapter(annotated).validate_json(json.dumps(setting), strict=True)
         except (ValidationError, TypeError):
             expected = getattr(annotated, "__name__", annotated)
             raise ValueError(
-                f"got {field.name} = {value!r} for {name}; expected {expected}; correct it"
+                f"got {field.name} = {setting!r} for {name}; expected {expected}; correct it"
             ) from None
 
 
 def _check_sizes(values: dict[str, Any], max_depth: int) -> None:
     """Raise ValueError if settings, whose types are right, ask for more than any model has."""
-    for name, value in values.items():
-        numbers = value if isinstance(value, list) else [value]
+    for name, setting in values.items():
+        numbers = setting if isinstance(setting, list) else [setting]
         largest = max((number for number in numbers if isinstance(number, int | float)), default=0)
         allowed = max_depth if name == "depth" else MAX_SETTING
         if largest > allowed:
-            raise ValueError(f"got {name} = {value!r}; expected at most {allowed}; correct it")
+            raise ValueError(f"got {name} = {setting!r}; expected at most {allowed}; correct it")
 
     table = math.prod(values.get("input_size") or [0]) * values.get("hidden_size", 1)
     if table > MAX_TABLE:
@@ -280,12 +280,12 @@ def _refuse_differing(
     # Tuples are lists in JSON.
     wanted, saved = json.loads(json.dumps([wanted, saved]))
     differing = {
-        key: f"{key} is {saved.get(key)!r} there, {value!r} here"
-        for key, value in wanted.items()
-        if saved.get(key) != value
+        key: f"{key} is {saved.get(key)!r} there, {setting!r} here"
+        for key, setting in wanted.items()
+        if saved.get(key) != setting
     }
     if differing:
-        helpful = [one for one in CONVERSIONS if CONVERSIONS[one].config_keys & differing.keys()]
+        helpful = [key for key in CONVERSIONS if CONVERSIONS[key].config_keys & differing.keys()]
         hint = f", or request the conversion: convert={helpful}" if helpful else ""
         raise ValueError(
             f"got checkpoint {source} of another model ({', '.join([*differing.values()][:4])}); "

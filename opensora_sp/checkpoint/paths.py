@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .hub import HubName, describe_missing, fetch
-from .shard_index import ShardIndex, is_index
+from .hub import HubName, describe_missing, fetch, is_optimizer
+from .tensor_file import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
 _DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged(-\d+)?")
@@ -39,7 +39,7 @@ _WEIGHTS = (
 )
 LOG = "train.log"
 """The log in a run's folder, from the run's start on."""
-# Beside LoRA adapters, as peft names it.
+# Next to LoRA adapters, as peft names it.
 ADAPTER_CONFIG = "adapter_config.json"
 _EMA_WEIGHTS = ("ema.safetensors", "ema", "ema.pt")
 
@@ -51,12 +51,12 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoint_step(folder: Path) -> int | None:
     """The step in the name of a checkpoint's folder; None for any other name."""
-    found = _NAME.fullmatch(folder.name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def is_committed(folder: Path) -> bool:
-    """Whether the save of a checkpoint was completed; also true where that cannot be read now."""
+    """True if the save of a checkpoint was completed, or if that cannot be read now."""
     try:
         return (folder / "COMMIT").is_file()
     except OSError:
@@ -69,12 +69,8 @@ def committed_checkpoints(run_dir: Path) -> list[Path]:
     Raises:
         ValueError: if the folder cannot be read now.
     """
-    found = [
-        path
-        for path in _content(run_dir)
-        if checkpoint_step(path) is not None and is_committed(path)
-    ]
-    return sorted(found, key=lambda path: checkpoint_step(path) or 0)
+    named = [path for path in _content(run_dir) if checkpoint_step(path) is not None]
+    return sorted(filter(is_committed, named), key=lambda path: checkpoint_step(path) or 0)
 
 
 def all_checkpoints(run_dir: Path) -> list[Path]:
@@ -87,17 +83,14 @@ def all_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def had_checkpoints(run_dir: Path) -> bool:
-    """Whether a checkpoint was ever committed in a run's folder, even if none is left of it.
+    """True if a checkpoint was ever committed in a run's folder, even if none is left of it.
 
     ``latest`` is written after each commit. An interrupted first save leaves only ``.partial-*``,
     or a folder without ``COMMIT``.
     """
-    traces = [
-        path
-        for path in _content(run_dir)
-        if path.name == "latest" or _DAMAGED_NAME.fullmatch(path.name)
-    ]
-    return bool(traces or committed_checkpoints(run_dir))
+    names = [path.name for path in _content(run_dir)]
+    has_traces = "latest" in names or any(map(_DAMAGED_NAME.fullmatch, names))
+    return has_traces or bool(committed_checkpoints(run_dir))
 
 
 def newest_checkpoint(path: Path) -> Path | None:
@@ -172,7 +165,7 @@ def _refuse_adapters(folder: Path, name: str) -> None:
     if (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"got checkpoint {name!r}, which holds LoRA adapters; expected the weights of a whole "
-            f"model; pass the model that they are for, and beside it --lora {name}, or merge them: "
+            f"model; pass the model that they are for, and --lora {name}, or merge them: "
             f"opensora-sp convert MODEL OUT --merge-lora {name}"
         )
 
@@ -187,20 +180,16 @@ def weight_file(path: Path) -> Path:
         return path
 
     for pattern in _WEIGHTS:
-        found = sorted(
-            file
-            for file in path.glob(pattern)
-            if not file.name.startswith(("optim", "pytorch_optim"))
-        )
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found[:6])
-            more = ", ..." if len(found) > 6 else ""
+        files = [file for file in sorted(path.glob(pattern)) if not is_optimizer(file.name)]
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files[:6])
+            more = ", ..." if len(files) > 6 else ""
             raise ValueError(
-                f"got {path}, which holds {len(found)} files of weights ({names}{more}) and no "
+                f"got {path}, which holds {len(files)} files of weights ({names}{more}) and no "
                 "index of them; expected one; pass the path of the file"
             )
-        if found:
-            return found[0]
+        if files:
+            return files[0]
 
     is_run = (path / LOG).is_file()
     reason = " yet, since its training has saved no checkpoint" if is_run else ""
@@ -228,5 +217,5 @@ def _ema_weights(checkpoint: Path) -> Path:
             return checkpoint / name
     raise ValueError(
         f"got checkpoint {str(checkpoint)!r} without EMA weights; expected one of "
-        f"{list(_EMA_WEIGHTS)} beside model; take the trained weights (use_ema=False)"
+        f"{list(_EMA_WEIGHTS)} next to model; take the trained weights (use_ema=False)"
     )

@@ -1,46 +1,37 @@
-"""Pickled weights without unpickling them here: a confined process reads names and shapes.
+"""Pickled weights: tensors mapped from files of ``torch.save``, which torch itself never reads.
 
 A pickle can run code as it is read, and so can a TorchScript archive of the same name. With
 ``weights_only=True``, ``torch.load`` executed code until torch 2.6 (CVE-2025-32434) and wrote
-outside of its memory until 2.10 (CVE-2026-24747). So torch never reads such a file. The process of
-``opensora_sp.unpickler`` lists where in the file each tensor is, and this one maps these bytes. The
-list is not trusted either: each entry must lie within the file.
+outside of its memory until 2.10 (CVE-2026-24747). ``archive`` lists where in the file each tensor
+is. The list is not trusted: each tensor must lie within its storage, and that within the file.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-import os
-import subprocess
-import sys
-import threading
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import opensora_sp
-from opensora_sp.common.files import parse_json
-from opensora_sp.unpickler.archive import FILE
+from opensora_sp.common.files import open_regular
 
-from .tensor_file import DTYPES
+from .archive import MAX_BYTES, BoundedFile, RefusedError, Storage, TensorEntry, read_archive
 
-MAX_SECONDS, MAX_ANSWER, MAX_MESSAGE = 120, 32 << 20, 1000
+MAX_MESSAGE = 1000
 # Bytes of tensors per byte of the file: tied weights are listed under each of their names, and many
 # names of the same bytes would let a small file fill a disk.
 MAX_ALIASES = 8
 # Of torch's tensors.
 MAX_DIMS = 64
-# Python itself may need it to start.
-VARIABLES = ("LD_LIBRARY_PATH",)
-CHILD = (
-    "import sys; sys.path.append(sys.argv[1]); from opensora_sp.unpickler.child import main; main()"
-)
-BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+# Wrappers of a state dict in what training programs save, one within the other.
+WRAPPERS, MAX_WRAPPERS = ("state_dict", "model", "module"), 8
 
 
 @dataclass(frozen=True)
@@ -61,10 +52,10 @@ class MappedTensor:
 
     def read(self) -> Tensor:
         """A view of the mapped file; a copy where the file does not align it."""
-        data = self.file[self.start : self.start + self.num_bytes]
+        content = self.file[self.start : self.start + self.num_bytes]
         if self.start % self.dtype.itemsize:
-            data = data.clone()
-        return data.view(self.dtype).as_strided(self.shape, self.stride)
+            content = content.clone()
+        return content.view(self.dtype).as_strided(self.shape, self.stride)
 
     @property
     def num_bytes(self) -> int:
@@ -82,24 +73,27 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
         ema: prefer the EMA weights of a file that holds both.
 
     Raises:
-        ValueError: if the file is damaged, holds anything but a state dict, takes too much memory
-            or time to list, cannot be mapped, or this machine cannot confine a process.
+        ValueError: if the file is damaged, holds anything but a state dict, lists more than any
+            model has, or cannot be mapped.
     """
-    answer = _ask_child(file, ema=ema)
-    if "refused" in answer:
-        raise ValueError(_printable(answer["refused"]).replace(FILE, str(file)))
-    if "not confined" in answer:
+    try:
+        with open_regular(file, buffering=0) as raw, BoundedFile(raw, MAX_BYTES) as opened:
+            content, storages = read_archive(opened)
+        state, notes = _unwrap(content, ema=ema)
+    except (RefusedError, MemoryError) as error:
+        reason = str(error) or "does not fit into memory; expected weights; do not use this file"
+        raise ValueError(f"got {file}, which {_printable(reason)}") from None
+    # Damaged bytes can raise whatever the operations of plain values raise.
+    except Exception as error:
         raise ValueError(
-            f"got {file}, which is pickled, on a machine that cannot confine the process that "
-            f"reads it ({_printable(answer['not confined'])}); expected Linux on x86_64 or "
-            "aarch64; run opensora-sp convert there"
-        )
+            f"got {file}, which cannot be read ({type(error).__name__}: {_printable(error)}); "
+            "expected weights saved by torch or safetensors; copy or download it again"
+        ) from None
 
     mapped = _map(file)
     try:
-        tensors = {name: _tensor(mapped, row) for name, row in answer["tensors"].items()}
-        notes = tuple(map(_printable, answer["notes"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        tensors = {name: _tensor(mapped, entry, storages) for name, entry in state.items()}
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"got {file}, which lists tensors that are not in it ({_printable(error)}); expected "
             "weights saved by torch; copy or download it again"
@@ -113,6 +107,55 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, MappedTensor], tupl
             "file"
         )
     return tensors, notes
+
+
+def _unwrap(content: Any, *, ema: bool) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """The state dict in the content of a file, and notes on the keys that led to it."""
+    notes: list[str] = []
+    order = ("ema", *WRAPPERS) if ema else (*WRAPPERS, "ema")
+    while isinstance(content, dict) and not _holds_tensors(content):
+        key = next((key for key in order if isinstance(content.get(key), dict)), None)
+        # A dict may be within itself.
+        if key is None or len(notes) == MAX_WRAPPERS:
+            break
+        notes.append(_printable(f"took {key!r} of the keys {_first_keys(content)}"))
+        content = content[key]
+
+    problem = _not_a_state_dict(content)
+    if problem is not None:
+        raise RefusedError(
+            f"holds {problem}; expected a state dict, by itself or under one of {list(order)}; "
+            "save the model's state dict"
+        )
+    return content, tuple(notes)
+
+
+def _holds_tensors(mapping: Mapping[Any, Any]) -> bool:
+    return any(isinstance(entry, TensorEntry) for entry in mapping.values())
+
+
+def _not_a_state_dict(content: Any) -> str | None:
+    """Reason why content is no state dict; None if it is one."""
+    if not isinstance(content, dict) or not content:
+        return f"{type(content).__name__} without tensors"
+
+    others = (name for name, entry in content.items() if not isinstance(entry, TensorEntry))
+    name = next(others, None)
+    if name is not None:
+        return f"{_shown(content[name])} under {_shown(name)}"
+    return None if all(isinstance(name, str) for name in content) else "tensors without names"
+
+
+def _shown(content: Any) -> str:
+    """A number or the beginning of a text; the type of anything else, which has any length."""
+    if isinstance(content, str):
+        return repr(content[:60])
+    return repr(content) if isinstance(content, int | float) else type(content).__name__
+
+
+def _first_keys(content: Mapping[Any, Any]) -> list[Any]:
+    """Some keys of a dict, which can have any number of any length."""
+    return [key if isinstance(key, int) else key[:60] for key in islice(content, 6)]
 
 
 def _map(file: Path) -> Tensor:
@@ -136,68 +179,31 @@ def _map(file: Path) -> Tensor:
 
 
 def _printable(text: Any) -> str:
-    """A text of the process, for the log: short, and without codes that control a terminal."""
+    """A text of the file, for the log: short, and without codes that control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:MAX_MESSAGE])
 
 
-def _tensor(file: Tensor, row: dict[str, Any]) -> MappedTensor:
-    """A row of the answer, checked.
+def _tensor(file: Tensor, entry: TensorEntry, storages: Mapping[str, range]) -> MappedTensor:
+    """A listed tensor, checked.
 
     Raises:
-        KeyError, TypeError, ValueError: if it is not as expected, or not within the file.
+        KeyError, TypeError, ValueError: if it is not within its storage, or that not within the
+            file.
     """
-    shape, stride, start = tuple(row["shape"]), tuple(row["stride"]), row["start"]
-    numbers = (start, *shape, *stride)
-    are_sound = all(type(number) is int and 0 <= number <= len(file) for number in numbers)
-    if not are_sound or len(shape) != len(stride) or len(shape) > MAX_DIMS:
-        raise ValueError(f"shape {shape}, stride {stride}, start {start}")
+    are_tuples = isinstance(entry.shape, tuple) and isinstance(entry.stride, tuple)
+    if not are_tuples or not len(entry.shape) == len(entry.stride) <= MAX_DIMS:
+        raise ValueError(f"no shape and stride of at most {MAX_DIMS} dimensions")
+    if not isinstance(entry.storage, Storage) or not isinstance(entry.dtype, torch.dtype):
+        raise ValueError("no storage, or no dtype")
+    # Not shown: what is no number can have a text of any length.
+    for number in (entry.offset, *entry.shape, *entry.stride):
+        if type(number) is not int or not 0 <= number <= len(file):
+            raise ValueError("an offset, a size or a stride that is no number of elements of it")
 
-    tensor = MappedTensor(file, BY_NAME[row["dtype"]], shape, stride, start)
-    if start + tensor.num_bytes > len(file):
-        raise ValueError(f"bytes up to {start + tensor.num_bytes} of {len(file)}")
+    storage = storages[entry.storage.key]
+    start = storage.start + entry.offset * entry.dtype.itemsize
+    tensor = MappedTensor(file, entry.dtype, entry.shape, entry.stride, start)
+    stop = min(storage.stop, len(file))
+    if start + tensor.num_bytes > stop:
+        raise ValueError(f"bytes up to {start + tensor.num_bytes} of {stop}")
     return tensor
-
-
-def _ask_child(file: Path, *, ema: bool) -> dict[str, Any]:
-    """What the confined process answers. It has no descriptor but the file.
-
-    Raises:
-        ValueError: if it ends without an answer, or takes too long.
-    """
-    root = Path(opensora_sp.__file__).parents[1]
-    # -I and -S: no variables, no folder of the user, no site-packages, no .pth files.
-    command = [sys.executable, "-I", "-S", "-c", CHILD, str(root), "ema" if ema else "model"]
-    with (
-        file.open("rb") as opened,
-        subprocess.Popen(
-            command,
-            stdin=opened,
-            stdout=subprocess.PIPE,
-            # Read at its end: a process that fills it waits there, and runs out of time.
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env={name: value for name, value in os.environ.items() if name in VARIABLES},
-        ) as child,
-    ):
-        assert child.stdout is not None and child.stderr is not None
-        timer = threading.Timer(MAX_SECONDS, child.kill)
-        timer.start()
-        try:
-            data = child.stdout.read(MAX_ANSWER)
-        finally:
-            timer.cancel()
-            child.kill()
-        complaint = child.stderr.read()
-
-    try:
-        answer = dict(parse_json(data, "the answer"))
-    except (ValueError, TypeError):
-        status = f"exit status {child.returncode}"
-        lines = complaint.decode(errors="replace").strip().splitlines()
-        if child.returncode and lines:
-            status += f": {_printable(lines[-1])}"
-        raise ValueError(
-            f"got {file}, whose reader ended without an answer ({status}); "
-            f"expected a table of tensors within {MAX_SECONDS} s; do not use this file"
-        ) from None
-    return answer

@@ -8,18 +8,51 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opensora_sp.common.files import read_small_file
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class
 
 from .adapters import check_adapters, merged, open_adapters, warn_of_other_base
 from .filesystem import FileSystem
-from .model_config import choose_config, write_model_config
+from .model_config import choose_config, model_config_json, write_model_config
 from .reader import Weights, open_weights
 from .state_dict import check_conversions, fitted
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+CARD = "README.md"
+MAX_CARD_BYTES = 1 << 20
+UNKNOWN_LICENSE = "unknown"
+CARD_TEXT = """---
+{metadata}
+---
+
+# {name}
+
+{name} with {millions:.1f} M parameters in {dtype}, exported by `opensora_sp`. {origin}
+
+License: {license}
+
+```python
+from opensora_sp.checkpoint import from_pretrained; model = from_pretrained("{folder}")
+```
+
+`CONFIG` is a sampling config with the autoencoder, the text encoder and the scheduler that the
+model was trained with:
+
+```bash
+torchrun --nproc_per_node 2 scripts/inference.py CONFIG --ckpt {folder} --prompt "a red fox"
+```
+
+```json
+{config}
+```
+"""
 
 
 def from_pretrained(
@@ -42,8 +75,8 @@ def from_pretrained(
         revision: branch, tag or commit of a name on the hub, as in "owner/name@revision".
         model: class or preset, required without a ``config.json``; otherwise it must agree
             with that.
-        allow_pickle: also read pickled files. A confined process lists their tensors, see
-            ``opensora_sp.checkpoint.pickle_file``.
+        allow_pickle: also read pickled files, without unpickling them, see
+            ``opensora_sp.checkpoint.archive``.
         strict: refuse missing, unexpected and reshaped tensors. Otherwise those are skipped with
             a warning, and the model keeps its random ones. Weights of a class that ``model`` is
             derived from are accepted without ``lora``, and what it adds keeps its initialization.
@@ -55,10 +88,10 @@ def from_pretrained(
         config: settings that replace those of ``config.json`` or of the preset.
 
     Returns:
-        The model on the CPU, with memory of its own.
+        The model on the CPU, in memory that it shares with no file.
 
     Raises:
-        ValueError: if weights or adapters cannot be read, are those of another model, with all
+        ValueError: if weights or adapters cannot be read, belong to another model, with all
             differences, or are too large for ``dtype``.
     """
     if "pred_sigma" in check_conversions(convert):
@@ -73,7 +106,7 @@ def from_pretrained(
 
     with torch.device("meta"):
         built = model_class(name)(settings)
-    weights = fitted(weights, built, convert=convert, strict=strict, of_base=not lora)
+    weights = fitted(weights, built, convert=convert, strict=strict, allow_base=not lora)
     weights = _with_adapters(weights, built, lora, ema=ema, allow_pickle=allow_pickle)
 
     if len(weights.tensors) < len(built.state_dict()):
@@ -89,12 +122,12 @@ def from_pretrained(
 def _with_adapters(
     weights: Weights, model: ConditionedModel, lora: Sequence[str], **options: bool
 ) -> Weights:
-    """The weights with adapters merged into them; ``options`` are those of ``open_adapters``."""
-    adapters = [open_adapters(source, **options) for source in lora]
-    for one in adapters:
-        check_adapters(one, model)
-    warn_of_other_base(weights, adapters)
-    return merged(weights, adapters)
+    """The weights with adapters merged into them; for ``options`` see ``open_adapters``."""
+    opened = [open_adapters(source, **options) for source in lora]
+    for adapters in opened:
+        check_adapters(adapters, model)
+    warn_of_other_base(weights, opened)
+    return merged(weights, opened)
 
 
 def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
@@ -115,7 +148,7 @@ def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
 def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
     """Assign fitted weights to a model, which may be on the meta device.
 
-    The model gets copies of its own, in the dtype of the weights.
+    The model gets copies, in the dtype of the weights.
     """
     weights.log()
     state = {name: stored.read().clone() for name, stored in weights.tensors.items()}
@@ -135,21 +168,19 @@ def save_pretrained(
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` or shards and their index, and a model card.
 
-    The folder is written under a partial name beside it and renamed when complete. Under a
+    The folder is written under a partial name next to it and renamed when complete. Under a
     launcher, call this on one rank, with whole parameters.
 
     Args:
         model: a bare model, or one wrapped for sequence parallelism.
         path: a new or empty folder.
-        max_shard_size: largest file, in bytes or as "5GB"; a larger tensor gets a file of its own.
+        max_shard_size: largest file, in bytes or as "5GB"; a larger tensor gets a file to itself.
         license: of the weights, as the hub names it, such as "apache-2.0"; None if not known.
         base_model: the name on the hub of the model that they were made of.
 
     Raises:
         ValueError: if the folder holds something, or the size is none.
     """
-    from .model_card import CARD, model_card
-
     card = model_card(model, Path(path).name, license=license, base_model=base_model)
     with new_folder(Path(path)) as folder:
         _write_shards(model, folder, max_shard_size)
@@ -209,3 +240,52 @@ def check_vacant(folder: Path) -> None:
             f"got {folder} to write to, which is there already; expected a new folder; choose "
             "another name"
         )
+
+
+def model_card(
+    model: ConditionedModel, folder: str, *, license: str | None, base_model: str | None
+) -> ModelCard:
+    """The card of a model.
+
+    Args:
+        folder: the name of its folder, for commands.
+        license: an identifier of the hub, such as "apache-2.0"; None if it is not known.
+        base_model: the name on the hub of the weights that it was made of, if there are such.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    name = type(model).__name__
+    metadata = ModelCardData(
+        license=license or UNKNOWN_LICENSE,
+        library_name="opensora_sp",
+        pipeline_tag="text-to-video",
+        base_model=base_model,
+        tags=["text-to-video", "diffusion", name.lower()],
+    )
+    unknown = "not stated. Weights made of others are under the license of the others."
+    text = CARD_TEXT.format(
+        metadata=metadata.to_yaml(),
+        name=name,
+        millions=sum(p.numel() for p in model.parameters()) / 1e6,
+        dtype=str(model.dtype).removeprefix("torch."),
+        origin=f"It was made of `{base_model}`." if base_model else "",
+        license=f"`{license}`." if license else unknown,
+        folder=folder,
+        config=model_config_json(name, model.config).decode().strip(),
+    )
+    return ModelCard(text)
+
+
+def saved_license(source: Path) -> str | None:
+    """The license that the card next to weights states; None without one that can be read."""
+    from huggingface_hub import ModelCard
+
+    card = (source if source.is_dir() else source.parent) / CARD
+    # Cards are written by anyone: one that cannot be parsed states no license.
+    try:
+        content = read_small_file(card, MAX_CARD_BYTES, "a model card").decode()
+        stated = ModelCard(content, ignore_metadata_errors=True).data.to_dict().get("license")
+    except Exception:
+        return None
+    known = isinstance(stated, str) and stated != UNKNOWN_LICENSE
+    return stated if known else None

@@ -1,6 +1,6 @@
 """Reader of weights: safetensors and pickles, whole or in shards; tensors are read on demand.
 
-All weights from outside are read here: those of models and encoders, in training, sampling, feature
+All weights from outside are read here, of models and encoders, in training, sampling, feature
 building and conversion. The first bytes of a file decide its format, not its name: ColossalAI's
 Booster writes files without an ending.
 """
@@ -22,8 +22,7 @@ from opensora_sp.common.files import open_regular, read_json
 
 from .paths import find_weights, weight_file
 from .pickle_file import open_pickle
-from .shard_index import ShardIndex, is_index
-from .tensor_file import is_safetensors
+from .tensor_file import ShardIndex, is_index, is_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +67,17 @@ class Weights:
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def only(self, names: Collection[str]) -> Weights:
-        """Those of these names."""
+        """The tensors of these names."""
         kept = {name: stored for name, stored in self.tensors.items() if name in names}
         return replace(self, tensors=kept)
 
     def renamed(self, names: Mapping[str, str]) -> Weights:
         """With other names, by the name that each has."""
-        return replace(self, tensors={names[name]: one for name, one in self.tensors.items()})
+        tensors = {names[name]: stored for name, stored in self.tensors.items()}
+        return replace(self, tensors=tensors)
 
     def log(self) -> None:
-        """Log what is read, and how."""
+        """Log the source of the weights, and how they are read."""
         logger.info("weights: %d tensors from %s (%s)", len(self.tensors), self.path, self.format)
         for note in self.notes:
             logger.info("weights: %s", note)
@@ -89,8 +89,8 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     Args:
         path: see ``find_weights``. Safetensors are preferred to pickles.
         ema: open the EMA weights of a checkpoint, or of a file that holds both.
-        allow_pickle: also open pickled files (.pt, .pth, .bin). A confined process lists their
-            tensors, see ``pickle_file``.
+        allow_pickle: also open pickled files (.pt, .pth, .bin), without unpickling them, see
+            ``archive``.
 
     Raises:
         ValueError: if there are none, they are pickled and that is not allowed, damaged, or not a
@@ -113,7 +113,7 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
 
 
 def convert_command(source: str | Path, target: str | Path | None = None) -> str:
-    """The command that converts pickled weights, by default to a folder beside them."""
+    """The command that converts pickled weights, by default to a folder next to them."""
     if target is None:
         path = Path(source)
         target = f"{path.with_suffix('') if path.is_file() else path}-safetensors"
@@ -121,7 +121,7 @@ def convert_command(source: str | Path, target: str | Path | None = None) -> str
 
 
 def saved_config(path: Path) -> dict[str, Any] | None:
-    """``config.json`` of a folder, of the folder of a file, or of ``model`` beside ``ema``.
+    """``config.json`` of a folder, of the folder of a file, or of ``model`` next to ``ema``.
 
     Raises:
         ValueError: if it is not a JSON object.
@@ -210,9 +210,7 @@ def _without_prefix(weights: Weights) -> Weights:
     """Remove a prefix that a wrapper put before all names."""
     for prefix in PREFIXES:
         if weights.tensors and all(name.startswith(prefix) for name in weights.tensors):
-            tensors = {
-                name.removeprefix(prefix): stored for name, stored in weights.tensors.items()
-            }
-            notes = (*weights.notes, f"took {prefix!r} off the {len(tensors)} names")
-            return _without_prefix(replace(weights, tensors=tensors, notes=notes))
+            names = {name: name.removeprefix(prefix) for name in weights.tensors}
+            notes = (*weights.notes, f"took {prefix!r} off the {len(names)} names")
+            return _without_prefix(replace(weights.renamed(names), notes=notes))
     return weights

@@ -1,4 +1,4 @@
-"""Compare the tensors on disk with those of a model: a full report, and conversions by name."""
+"""Compare the tensors on disk with a model: a full report, and conversions by name."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Conversion:
     Args:
         config_keys: settings that may then differ from those of the weights.
         changed: the tensors that replace those on disk; None if there are none.
-        replaced: patterns of tensors that may differ in any way: those on disk are left out, and
-            the model's keep their initialization.
+        replaced: patterns of tensors that may differ in any way: the ones on disk are left out,
+            and the model's keep their initialization.
     """
 
     config_keys: frozenset[str]
@@ -146,7 +146,7 @@ def check_conversions(names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between the tensors on disk and those of a model.
+    """Differences between the tensors on disk and the tensors of a model.
 
     Args:
         missing: names of the model only.
@@ -160,21 +160,21 @@ class Differences:
 
     @classmethod
     def between(
-        cls, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]
+        cls, on_disk: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]
     ) -> Differences:
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         return cls(
-            missing=tuple(name for name in shapes if name not in found),
-            unexpected=tuple(name for name in found if name not in shapes),
+            missing=tuple(name for name in shapes if name not in on_disk),
+            unexpected=tuple(name for name in on_disk if name not in shapes),
             reshaped={
-                name: f"{list(found[name])}, not {list(shape)}"
+                name: f"{list(on_disk[name])}, not {list(shape)}"
                 for name, shape in shapes.items()
-                if name in found and found[name] != shape
+                if name in on_disk and on_disk[name] != shape
             },
         )
 
     def matching(self, patterns: Collection[str], *, matches: bool = True) -> Differences:
-        """Those whose names match one of the patterns, or with ``matches=False`` the others."""
+        """Differences in names that match a pattern, or with ``matches=False`` the others."""
 
         def kept(name: str) -> bool:
             return matches == any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -201,18 +201,18 @@ class Differences:
 
 
 def check_names(
-    source: Any, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]
+    source: Any, on_disk: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError unless the tensors of ``wanted`` are found in their shapes, and no others.
+    """Raise ValueError unless the tensors of ``wanted`` are on disk in their shapes, and no others.
 
     Args:
         source: of the tensors, for the message.
-        found: shapes by name.
+        on_disk: shapes by name.
     """
-    differences = Differences.between(found, wanted)
+    differences = Differences.between(on_disk, wanted)
     if differences:
         raise ValueError(
-            f"got weights of another model in {source} ({differences}); expected those of the "
+            f"got weights of another model in {source} ({differences}); expected weights of the "
             "configured model; change the checkpoint or the model"
         )
 
@@ -223,7 +223,7 @@ def fitted(
     *,
     convert: Collection[str] = (),
     strict: bool = True,
-    of_base: bool = False,
+    allow_base: bool = False,
 ) -> Weights:
     """The weights for a model: converted on request, and checked name by name.
 
@@ -232,7 +232,7 @@ def fitted(
         model: the bare model, which may be on the meta device.
         convert: names of ``CONVERSIONS`` to apply; one without anything to convert is logged.
         strict: refuse any difference. Otherwise tensors that differ are skipped, with a warning.
-        of_base: for a derived class also accept all weights of a class that it is derived from,
+        allow_base: for a derived class also accept all weights of a class that it is derived from,
             and where a conversion replaces tensors, weights without them. What the model adds is
             not among them then, and keeps its initialization.
 
@@ -241,18 +241,18 @@ def fitted(
     """
     convert = check_conversions(convert)
     weights = _converted(weights, model, convert)
-    weights, differences = _replaced(weights, model, convert, of_base=of_base)
+    weights, differences = _replaced(weights, model, convert, allow_base=allow_base)
     if not differences:
         return weights
-    base = _base_of(weights, model, convert) if of_base else None
+    base = _base_of(weights, model, convert) if allow_base else None
     if base is not None and len(differences) == len(differences.missing):
-        note = f"those of {base}; initialized anew: {_listed(differences.missing)}"
+        note = f"weights of {base}; initialized anew: {_listed(differences.missing)}"
         return replace(weights, notes=(*weights.notes, note))
 
     skipped = {*differences.unexpected, *differences.reshaped}
     if strict or len(skipped) == len(weights.tensors):
         raise ValueError(
-            f"got weights of another model in {weights.path} ({differences}); expected those of "
+            f"got weights of another model in {weights.path} ({differences}); expected weights of "
             f"{type(model).__name__} as configured; change the checkpoint or the config's model"
             f"{_conversion_hint(weights, model, len(differences))}"
         )
@@ -262,17 +262,17 @@ def fitted(
 
 
 def _replaced(
-    weights: Weights, model: ConditionedModel, convert: Collection[str], *, of_base: bool
+    weights: Weights, model: ConditionedModel, convert: Collection[str], *, allow_base: bool
 ) -> tuple[Weights, Differences]:
     """The weights without tensors that conversions replace, and the differences that remain.
 
-    Unless ``of_base``, every tensor of the model has to be among the weights.
+    Unless ``allow_base``, every tensor of the model has to be among the weights.
     """
     differences = Differences.between(weights.shapes, model.state_dict())
     patterns = _patterns_of(convert)
     replaced = differences.matching(patterns)
     anew = (*replaced.missing, *replaced.reshaped)
-    if not replaced or (anew and not of_base):
+    if not replaced or (anew and not allow_base):
         return weights, differences
 
     left_out = (*replaced.unexpected, *replaced.reshaped)
@@ -287,21 +287,23 @@ def _replaced(
 
 
 def _patterns_of(convert: Collection[str]) -> list[str]:
-    """Of the names of tensors that conversions replace."""
+    """Patterns of the names of tensors that conversions replace."""
     return [*chain.from_iterable(CONVERSIONS[name].replaced for name in convert)]
 
 
 def _base_of(weights: Weights, model: ConditionedModel, convert: Collection[str]) -> str | None:
-    """The class, of those that a model's is derived from, that has just these tensors.
+    """The base class of a model that has just these tensors.
 
-    Those that conversions replace may be missing.
+    Tensors that conversions replace may be missing.
     """
     for cls in type(model).__mro__[1:]:
         # Only whole models are configured.
         config = getattr(cls, "Config", None)
         if config is None:
             continue
-        settings = {one.name: getattr(model.config, one.name) for one in dataclasses.fields(config)}
+        settings = {
+            field.name: getattr(model.config, field.name) for field in dataclasses.fields(config)
+        }
         with torch.device("meta"):
             tensors = cls(config(**settings)).state_dict()
         differences = Differences.between(weights.shapes, tensors)
@@ -315,7 +317,7 @@ def _conversion_hint(weights: Weights, model: ConditionedModel, num_differences:
     helpful = []
     for name in CONVERSIONS:
         converted = _converted(weights, model, (name,))
-        _, remaining = _replaced(converted, model, (name,), of_base=True)
+        _, remaining = _replaced(converted, model, (name,), allow_base=True)
         if len(remaining) < num_differences:
             helpful.append(name)
     return f", or request the conversion: convert={helpful}" if helpful else ""

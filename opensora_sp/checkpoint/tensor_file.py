@@ -1,7 +1,10 @@
-"""A safetensors file that is written tensor by tensor, in parts of a tensor.
+"""Safetensors files, written tensor by tensor in parts of a tensor, and indexes of their shards.
 
 Format (huggingface/safetensors): the length of the header in 8 bytes, the header in JSON (name,
 dtype, shape and byte range of each tensor), the bytes of the tensors without gaps.
+
+``<name>.index.json`` in the Hugging Face layout: which of several files holds each tensor. Indexes
+of a variant have its name before the suffix: ``model.safetensors.index.fp16.json``.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.common.files import open_regular
+from opensora_sp.common.files import open_regular, read_json
 
-from .filesystem import FileSystem
+from .filesystem import FileSystem, sha256
 
 DTYPES = {
     torch.float64: "F64",
@@ -35,6 +39,8 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+
+INDEX_NAME = re.compile(r".+\.index(\..+)?\.json")
 
 
 @dataclass(frozen=True)
@@ -83,10 +89,10 @@ class TensorFile:
         """Write a tensor in consecutive chunks of its elements; padding at the end is cut off."""
         remaining = self.specs[name].num_bytes
         for chunk in chunks:
-            data = as_bytes(chunk)[:remaining]
-            remaining -= data.numel()
-            if data.numel():
-                self._write(data.numpy().data)
+            content = as_bytes(chunk)[:remaining]
+            remaining -= content.numel()
+            if content.numel():
+                self._write(content.numpy().data)
 
         assert remaining == 0, f"{remaining} bytes of {name} are missing"
 
@@ -100,14 +106,14 @@ class TensorFile:
         """Close the file as it is, after an error."""
         self._file.close()
 
-    def _write(self, data: bytes | memoryview) -> None:
-        self.filesystem.write(self._file, data)
-        self._digest.update(data)
-        self._bytes += len(data)
+    def _write(self, content: bytes | memoryview) -> None:
+        self.filesystem.write(self._file, content)
+        self._digest.update(content)
+        self._bytes += len(content)
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the first bytes of a file are those of a safetensors file.
+    """True if a file begins as a safetensors file.
 
     Raises:
         OSError: if it cannot be read, or is no regular file.
@@ -139,3 +145,83 @@ def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None) -> by
     # Padded, so that the tensors begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def is_index(path: Path) -> bool:
+    """True if a file is an index of shards, by its name."""
+    return INDEX_NAME.fullmatch(path.name) is not None
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """An index of shards.
+
+    Args:
+        path: of the index; the shards are files of its folder.
+        weight_map: tensor -> name of its file.
+        metadata: "total_size" in bytes; in saves of this package also "sha256" of each file.
+    """
+
+    path: Path
+    weight_map: dict[str, str]
+    metadata: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> ShardIndex:
+        """Read an index. The shards need not be there.
+
+        Raises:
+            ValueError: if it cannot be read, is no index, or names files of other folders.
+        """
+        try:
+            content = read_json(path)
+            index = cls(path, dict(content["weight_map"]), dict(content.get("metadata") or {}))
+            names = sorted(set(index.weight_map.values()))
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError(f"files {names}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _no_index(path, repr(error)) from None
+
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ValueError(
+                f"got {path}, which names {outside[0]!r}; expected files of the same folder; do "
+                "not use weights from this source"
+            )
+        return index
+
+    @property
+    def files(self) -> list[Path]:
+        """The shards, sorted by name."""
+        return [self.path.parent / name for name in sorted(set(self.weight_map.values()))]
+
+    def check_complete(self) -> None:
+        """Raise ValueError if there are no shards, or one is absent."""
+        if not self.weight_map:
+            raise _no_index(self.path, "it lists no files")
+
+        absent = [file.name for file in self.files if not file.is_file()]
+        if absent:
+            raise ValueError(
+                f"got {self.path}, of whose {len(self.files)} shards {len(absent)} are absent "
+                f"({', '.join(absent[:4])}); expected all of them next to it; download or copy "
+                "the rest"
+            )
+
+    def verify(self) -> None:
+        """Raise ValueError if a shard is absent, or its SHA-256 is not the one of ``metadata``."""
+        digests = self.metadata.get("sha256", {})
+        for file in self.files:
+            expected = digests.get(file.name)
+            if not file.is_file() or (expected is not None and sha256(file) != expected):
+                raise ValueError(
+                    f"got a damaged checkpoint: {file} is not the file that {self.path.name} "
+                    "lists; expected the files as they were saved; load another checkpoint"
+                )
+
+
+def _no_index(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"got {path}, which is not an index of shards ({reason}); expected JSON with a weight_map; "
+        "download it again"
+    )

@@ -39,7 +39,7 @@ class Part:
             that all slices have the same length. Otherwise the whole tensor, the same on all ranks;
             rank 0 writes its own.
         spec: dtype and shape of the whole tensor.
-        sharded: whether each rank holds a part only.
+        sharded: each rank holds a part only.
         constant: it does not change during the training, so an asynchronous save needs no copy.
     """
 
@@ -60,11 +60,11 @@ class Part:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no floating-point number in tensors of one device is NaN or infinite.
+    """True if no floating-point number in tensors of one device is NaN or infinite.
 
     Fused over the tensors; the host waits once.
     """
-    checked = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
+    checked = [t.detach() for t in tensors if t.is_floating_point() and t.numel()]
     if not checked:
         return True
     # The largest magnitudes; maxima pass NaN on.
@@ -73,7 +73,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 class Target(Protocol):
-    """Where rank 0 writes: ``begin``, the files, then ``finish``; ``abandon`` after an error."""
+    """Target of rank 0: ``begin``, the files, then ``finish``; ``abandon`` after an error."""
 
     def begin(self) -> None: ...
 
@@ -166,18 +166,18 @@ class Saver:
             sharded = {name: part.tensor for name, part in parts.items() if part.sharded}
             shards |= {f"{name} in {file}": tensor for name, tensor in sharded.items()}
 
-        own: list[str] = []
+        names: list[str] = []
         if not all_finite(shards.values()):
-            own = [name for name, tensor in shards.items() if not all_finite([tensor])]
+            names = [name for name, tensor in shards.items() if not all_finite([tensor])]
         if self._world == 1:
-            return own
+            return names
 
-        of_ranks: list[list[str]] = [[]] * self._world
-        dist.all_gather_object(of_ranks, own, group=self._group)
-        found = []
-        for rank, names in enumerate(of_ranks):
-            found += [f"{name} (rank {rank})" for name in names]
-        return found
+        names_by_rank: list[list[str]] = [[]] * self._world
+        dist.all_gather_object(names_by_rank, names, group=self._group)
+        non_finite = []
+        for rank, names in enumerate(names_by_rank):
+            non_finite += [f"{name} (rank {rank})" for name in names]
+        return non_finite
 
     def wait(self) -> None:
         """Wait for a save in the background.
@@ -245,11 +245,11 @@ class Saver:
     def _receive(self, job: SaveJob) -> Iterator[Tensor]:
         """On rank 0: the bytes of all tensors, in the order of the files, rank by rank."""
         for part in job.parts():
-            own = as_bytes(part.tensor.cpu())
-            yield own
+            local = as_bytes(part.tensor.cpu())
+            yield local
 
             for rank in range(1, self._world if part.sharded else 1):
-                yield self._receive_from(rank, own)
+                yield self._receive_from(rank, local)
 
     def _receive_from(self, rank: int, like: Tensor) -> Tensor:
         received = torch.empty_like(like)

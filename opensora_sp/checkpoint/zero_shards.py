@@ -8,7 +8,7 @@ can read them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,18 @@ from .reader import Stored, Weights
 from .tensor_file import Spec
 from .writer import Part
 
-if TYPE_CHECKING:
-    from opensora_sp.plugin import SequenceZeroOptimizer
+
+class ZeroOptimizer(Protocol):
+    """The plugin's ZeRO optimizer: masters are shards of parameters, by ``id``."""
+
+    optim: torch.optim.Optimizer
+    param_groups: list[dict[str, Any]]
+
+    def get_working_to_master_map(self) -> dict[int, Tensor]: ...
+
+    def loss_scale_state(self) -> dict[str, float] | None: ...
+
+    def set_loss_scale_state(self, state: dict[str, float] | None) -> None: ...
 
 
 class NamedShards:
@@ -35,7 +45,7 @@ class NamedShards:
         master_weights: this rank's shards of the fp32 master weights.
     """
 
-    def __init__(self, module: nn.Module, optimizer: SequenceZeroOptimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
         master_of = optimizer.get_working_to_master_map()
         self.working = {name: p for name, p in module.named_parameters() if id(p) in master_of}
@@ -73,12 +83,12 @@ class NamedShards:
         """The optimizer's state: ``"exp_avg/<parameter>"``, ``"step/<parameter>"``, ..."""
         parts = {}
         for name, state in self.states().items():
-            for kind, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    parts[f"{kind}/{name}"] = self.part(name, value)
-                elif value is not None:
+            for kind, moment in state.items():
+                if isinstance(moment, Tensor) and moment.ndim:
+                    parts[f"{kind}/{name}"] = self.part(name, moment)
+                elif moment is not None:
                     # HybridAdam counts its steps in an int.
-                    parts[f"{kind}/{name}"] = Part.whole(torch.as_tensor(value))
+                    parts[f"{kind}/{name}"] = Part.whole(torch.as_tensor(moment))
         return parts
 
     def groups(self) -> list[dict[str, Any]]:
@@ -99,7 +109,7 @@ class NamedShards:
             groups: saved ``groups``.
 
         Raises:
-            ValueError: if parameters, their groups or their shapes are those of another model.
+            ValueError: if parameters, their groups or their shapes belong to another model.
         """
         self._check_groups(groups, state.path)
 
@@ -114,8 +124,8 @@ class NamedShards:
 
     def _check_groups(self, saved: list[dict[str, Any]], source: Any) -> None:
         """Raise ValueError unless the saved groups hold the same parameters, in the same order."""
-        own = self.groups()
-        place, saved_place = _group_of(own), _group_of(saved)
+        groups = self.groups()
+        place, saved_place = _group_of(groups), _group_of(saved)
 
         differences = [f"missing {name}" for name in place if name not in saved_place]
         differences += [f"unexpected {name}" for name in saved_place if name not in place]
@@ -124,10 +134,10 @@ class NamedShards:
             for name, number in place.items()
             if saved_place.get(name, number) != number
         ]
-        if differences or len(own) != len(saved):
+        if differences or len(groups) != len(saved):
             raise ValueError(
                 f"got optimizer state of other parameter groups in {source} ({len(saved)} groups "
-                f"there, {len(own)} here; {', '.join(differences[:4])}); expected the same "
+                f"there, {len(groups)} here; {', '.join(differences[:4])}); expected the same "
                 "parameters in the same groups; build the optimizer as it was when the state was "
                 "saved"
             )
@@ -136,12 +146,12 @@ class NamedShards:
         self, tensors: Mapping[str, Stored], loss_scale: dict[str, float] | None
     ) -> None:
         """Replace the state of every parameter, and in fp16 the loss scale, by a checked one."""
-        found: dict[str, dict[str, Stored]] = {name: {} for name in self.working}
+        states: dict[str, dict[str, Stored]] = {name: {} for name in self.working}
         for key, stored in tensors.items():
-            found[_parameter(key)][key.partition("/")[0]] = stored
+            states[_parameter(key)][key.partition("/")[0]] = stored
 
-        # One parameter after the other: whole tensors are held of one at a time.
-        for name, state in found.items():
+        # One parameter after the other, so that few whole tensors are in memory.
+        for name, state in states.items():
             self.set_state(name, {kind: stored.read() for kind, stored in state.items()})
         self.optimizer.set_loss_scale_state(loss_scale)
 
@@ -161,14 +171,14 @@ class NamedShards:
 
     def set_state(self, name: str, state: dict[str, Tensor]) -> None:
         """Replace the state of a parameter by whole tensors; integer scalars become int."""
-        own: dict[str, Tensor | int] = {}
-        for kind, value in state.items():
-            if value.ndim:
-                own[kind] = self.cut(name, value)
+        local: dict[str, Tensor | int] = {}
+        for kind, whole in state.items():
+            if whole.ndim:
+                local[kind] = self.cut(name, whole)
             else:
-                own[kind] = value.clone() if value.is_floating_point() else int(value)
+                local[kind] = whole.clone() if whole.is_floating_point() else int(whole)
 
-        self.optimizer.optim.state[self.master_weights[name]] = own
+        self.optimizer.optim.state[self.master_weights[name]] = local
 
 
 def load_model(
@@ -182,8 +192,8 @@ def load_model(
     Args:
         weights: all or some of the model's tensors, whole; see ``fitted`` and ``check_names``.
         module: the bare model, whose own tensors are set.
-        shards: those of its trainable parameters, which go into the master weights as well; None
-            for a model without a ZeRO optimizer.
+        shards: of its trainable parameters, which go into the master weights as well; None for a
+            model without a ZeRO optimizer.
         fixed: copies of the other tensors in the dtype of the checkpoints, which are replaced.
     """
     weights.log()
@@ -214,10 +224,9 @@ def _group_of(groups: list[dict[str, Any]]) -> dict[str, int]:
 
 def _json_values(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a parameter group that JSON can hold; tensors become numbers."""
-    values = {}
-    for key, value in group.items():
-        if isinstance(value, Tensor):
-            value = value.item()
-        if key != "params" and isinstance(value, bool | int | float | str | list | tuple | None):
-            values[key] = value
-    return values
+    options = {}
+    for key, option in group.items():
+        number = option.item() if isinstance(option, Tensor) else option
+        if key != "params" and isinstance(number, bool | int | float | str | list | tuple | None):
+            options[key] = number
+    return options

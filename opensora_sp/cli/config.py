@@ -6,23 +6,18 @@ import argparse
 import sys
 
 from opensora_sp.common.console import config_arguments, log_to_terminal
-
-HELP = "check a config and print its resolved values"
-EXAMPLE = "opensora-sp config configs/demo/first.py --explain"
+from opensora_sp.config import dump_config, load_either, sources
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP)
-    parser.add_argument(
-        "--explain", action="store_true", help="one value per line, each with its origin"
-    )
+    parser = config_arguments()
+    explain = "one value per line, each with its origin"
+    parser.add_argument("--explain", action="store_true", help=explain)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the config as a file that can be run, or with the origin of each value."""
-    from opensora_sp.config import dump_config, load_either, sources
-
     log_to_terminal()
     cfg, draft = load_either(args.config, args.cfg_options)
     if not args.explain:

@@ -11,16 +11,18 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from opensora_sp.checkpoint import from_pretrained, save_pretrained
+from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.model_config import MAY_DIFFER
+from opensora_sp.checkpoint.pretrained import check_vacant, saved_license
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
+from opensora_sp.common.tensors import DTYPES
+from opensora_sp.config import ModelSpec, load_inference_config, parse_override
+from opensora_sp.encoders.convert import convert_encoder, fetched, is_encoder
+from opensora_sp.models.base import ConditionedModel
 
-if TYPE_CHECKING:
-    from opensora_sp.config.model_spec import ModelSpec
-    from opensora_sp.models.base import ConditionedModel
-
-HELP = "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors"
-EXAMPLE = "opensora-sp convert outputs/first weights/first --ema"
 # Options that change weights or need to know the model.
 OF_MODELS = (
     "model",
@@ -37,7 +39,7 @@ OF_MODELS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=HELP)
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
     source = (
         "a file, a Hugging Face or Booster folder, a run or its checkpoint, a VAE or T5; or the "
@@ -90,9 +92,6 @@ def _add_conversions(add: Callable[..., Any]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Convert, and print what was written."""
-    from opensora_sp.checkpoint import check_vacant
-    from opensora_sp.encoders.convert import fetched, is_encoder
-
     log_to_terminal()
     check_vacant(Path(args.target))
 
@@ -117,8 +116,6 @@ def _check_pipeline(args: argparse.Namespace, *, is_model: bool) -> None:
 
 def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
     """Rewrite a VAE or a T5; returns what was written."""
-    from opensora_sp.encoders.convert import convert_encoder
-
     for option in OF_MODELS:
         if getattr(args, option):
             name = option.replace("_", "-")
@@ -138,11 +135,6 @@ def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
 
 def _convert(source: Path, args: argparse.Namespace) -> str:
     """Convert the weights of a model; returns what was written."""
-    from opensora_sp.checkpoint import from_pretrained, save_pretrained
-    from opensora_sp.checkpoint.hub import HubName
-    from opensora_sp.checkpoint.model_card import saved_license
-    from opensora_sp.common.tensors import DTYPES
-
     options, convert = _model_options(args)
     model = from_pretrained(
         source,
@@ -173,7 +165,6 @@ def _write_pipeline(
     model: ConditionedModel, args: argparse.Namespace, written: dict[str, Any]
 ) -> None:
     """The model with the encoders and the scheduler of a sampling config."""
-    from opensora_sp.config import load_inference_config
     from opensora_sp.integrations.diffusers import OpenSoraScheduler, write_pipeline
 
     cfg = load_inference_config(args.sampling_config)
@@ -197,8 +188,6 @@ def _write_pipeline(
 
 def _check_same_model(model: ConditionedModel, spec: ModelSpec) -> None:
     """Raise ValueError if a config's model is not the model of the weights."""
-    from opensora_sp.checkpoint.model_config import MAY_DIFFER
-
     given = {"type": type(model).__name__, **dataclasses.asdict(model.config)}
     wanted = {"type": spec.model_class.__name__, **dataclasses.asdict(spec.config)}
     differing = [
@@ -219,8 +208,6 @@ def _model_options(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     Raises:
         ValueError: if a setting is none of the model's.
     """
-    from opensora_sp.checkpoint import from_pretrained
-    from opensora_sp.config import parse_override
 
     options: dict[str, Any] = {}
     for keys, setting in map(parse_override, args.options):

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.diagnosis import Diagnosis
     from opensora_sp.runtime.doctor.host_report import Check
 
-HELP = (
-    "check this host and report what would keep a run from starting; started by torchrun or "
-    "colossalai run, check and compare all of their hosts"
-)
-EXAMPLE = "opensora-sp doctor"
 MIN_WIDTH, MAX_WIDTH = 60, 110
 LABEL_WIDTH = 18
 CHECK_WIDTH = 46  # of the longest name of a finding, about
@@ -28,7 +23,7 @@ MARGIN = " " * (7 + LABEL_WIDTH + 1)
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=HELP)
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
     port = "as for launchers (default: 29500)"
     add("--master-port", type=int, metavar="N", default=29500, help=port)
@@ -83,7 +78,7 @@ def _as_json(result: Diagnosis | Examination) -> str:
 
 
 def _write_json(result: Diagnosis | Examination, file: str) -> None:
-    from opensora_sp.data.atomic import atomic_write
+    from opensora_sp.common.files import atomic_write
 
     with atomic_write(Path(file)) as partial:
         partial.write_text(_as_json(result) + "\n")

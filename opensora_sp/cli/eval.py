@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 
 from opensora_sp.common.console import Parser, add_allow_pickle, add_cfg_options
-
-HELP = (
-    "measure the held-out loss of a checkpoint by bucket and timestep, on any number of processes"
-)
-EXAMPLE = "opensora-sp eval outputs/first --manifest data/clips.csv"
+from opensora_sp.common.files import atomic_write, check_writable
+from opensora_sp.evaluation.run import Settings, evaluate
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = Parser(description=HELP)
+    parser = Parser()
     add = parser.add_argument
     add("ckpt", metavar="CKPT", help="weights: a run's folder, a checkpoint, a folder or a file")
     add("--manifest", required=True, metavar="FILE", help="held-out clips: CSV, JSONL or Parquet")
@@ -42,10 +40,6 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
-    from opensora_sp.data.atomic import atomic_write, check_writable
-    from opensora_sp.evaluation.run import Settings, evaluate
-    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
-
     output = None if args.output is None else Path(args.output)
     with raise_on_all_ranks():
         if output is not None:

@@ -6,13 +6,18 @@ import argparse
 import sys
 from pathlib import Path
 
-HELP = "probe all videos and images of a folder and write the training manifest"
-EXAMPLE = "opensora-sp index data/clips -o data/clips.csv"
+from tqdm import tqdm
+
+from opensora_sp.common.files import check_writable
+from opensora_sp.data import Limits, find_files, index_files, write_manifest
+from opensora_sp.data.index import check_captions, read_captions, relative_entries
+from opensora_sp.data.manifest import check_suffix
+
 MAX_REPORTED = 20  # unreadable files reported by name
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=HELP)
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("folder", type=Path, help="folder of the files, searched recursively")
     output = "manifest to write: .csv, .jsonl or .parquet"
@@ -33,13 +38,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    from opensora_sp.data import Limits, find_files, index_files, read_captions, write_manifest
-    from opensora_sp.data.atomic import check_writable
-    from opensora_sp.data.index import check_captions, relative_entries
-    from opensora_sp.data.manifest import check_suffix
-
     check_suffix(args.output)
     for option in ("workers", "frame_pixels"):
         number = getattr(args, option)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from opensora_sp.config import TrainConfig
+from opensora_sp.checkpoint.pretrained import check_vacant
+from opensora_sp.common.files import SHIPPED, check_writable, shipped_name
+from opensora_sp.config import TrainConfig, load_train_config
+from opensora_sp.config.files import files_of
+from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
+from opensora_sp.data.index import relative_entries
 
-HELP = "write a project into a new folder: config, toy clips with manifest, prompts, run script"
-EXAMPLE = "opensora-sp init project"
 FIRST = "configs/demo/first.py"
 NUM_CLIPS = 16
 SIZE, FPS = 64, 8.0  # pixels and frames per second of the toy clips
@@ -31,23 +32,18 @@ torchrun --standalone --nproc_per_node "$nproc" -m opensora_sp.cli sample {outpu
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=HELP)
+    parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
-    parser.add_argument(
-        "--config",
-        default=FIRST,
-        help="training config of the package, which is copied with those that it is based on "
-        f"(default: {FIRST}, a small model that trains on CPUs in a minute)",
+    config = (
+        "training config of the package, which is copied with the configs that it is based on "
+        f"(default: {FIRST}, a small model that trains on CPUs in a minute)"
     )
+    parser.add_argument("--config", default=FIRST, help=config)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the project, and print what to do next."""
-    from opensora_sp.checkpoint import check_vacant
-    from opensora_sp.config import load_train_config
-    from opensora_sp.data.atomic import check_writable
-
     config = _shipped_config(args.config)
     cfg = load_train_config(config)
     if cfg.dataset.manifest is None or cfg.bucket_config is not None:
@@ -78,8 +74,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _shipped_config(name: str) -> Path:
     """The training config of the package with this name, ``configs/...``."""
-    from opensora_sp.common.files import SHIPPED, shipped_name
-
     configs = sorted(SHIPPED.glob("*/train/*.py"))
     by_name = {FIRST: SHIPPED / "demo" / "first.py"}
     by_name |= {shipped_name(path): path for path in configs}
@@ -93,9 +87,6 @@ def _shipped_config(name: str) -> Path:
 
 def _copy_configs(config: Path, folder: Path) -> str:
     """Copy a config and those that it is based on; returns its path in the project."""
-    from opensora_sp.common.files import shipped_name
-    from opensora_sp.config.files import files_of
-
     for path in files_of(config):
         copy = folder / shipped_name(path)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -105,17 +96,12 @@ def _copy_configs(config: Path, folder: Path) -> str:
 
 def _copy_prompts(config: Path, target: Path) -> None:
     """Copy the example prompts of a config's family."""
-    from opensora_sp.common.files import SHIPPED
-
     family = config.relative_to(SHIPPED).parts[0]
     target.write_bytes((SHIPPED / family / "prompts.txt").read_bytes())
 
 
 def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
     """Write toy clips that fit a config, each with its caption, and their manifest."""
-    from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
-    from opensora_sp.data.index import relative_entries
-
     num_frames = (cfg.num_frames - 1) * cfg.dataset.frame_interval + 1
     clips = manifest.with_suffix("")
     clips.mkdir(parents=True)

@@ -8,21 +8,24 @@ import sys
 import textwrap
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 from opensora_sp.common.console import config_arguments
+from opensora_sp.config import load_either
+from opensora_sp.planner import BatchEstimate, Plan
+from opensora_sp.planner.run_plan import estimator_of, plan_of
 
-if TYPE_CHECKING:
-    from opensora_sp.planner import BatchEstimate, Plan
+from .plan_calibration import run_calibration
+from .plan_fit import run_fit
+from .plan_steps import schedule_steps
 
-HELP = "estimate how ranks share the batches of a config, what they send, memory and seconds"
-EXAMPLE = "opensora-sp plan configs/stdit3/train/64x512x512_sp8.py --gpus 8"
 COLUMNS = 100
 HEAD = "batch of frames x size    tokens ranks          shared by   MB sent  GB peak        s"
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP, needs_config=False)
+    parser = config_arguments(needs_config=False)
     add = parser.add_argument
 
     gpus = "processes of the run, one per GPU; with --fit by default one group of sp_size"
@@ -50,19 +53,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    from opensora_sp.config import load_either
-    from opensora_sp.planner.run_plan import estimator_of, plan_of
-
-    from .plan_calibration import run_calibration
-    from .plan_fit import run_fit
-    from .plan_steps import schedule_steps
-
     # disable=None: no bar where stderr is no terminal.
-    progress = partial(
-        tqdm, desc="plan", unit="bucket", disable=None, leave=False, dynamic_ncols=True
-    )
+    progress = partial(tqdm, desc="plan", unit="bucket", disable=None, leave=False)
     if args.calibrate is not None:
         run_calibration(args)
         return

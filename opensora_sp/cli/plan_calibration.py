@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from opensora_sp.common.files import check_writable
 from opensora_sp.config import load_either
-from opensora_sp.data.atomic import check_writable
 from opensora_sp.parallel import closing_process_group
 from opensora_sp.planner.calibration import Calibration, calibrate
 from opensora_sp.runtime.cost_model_file import write_cost_model

@@ -16,13 +16,18 @@ from textwrap import wrap
 import numpy as np
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import Assigned, MicroBatch, busy_seconds
+from opensora_sp.data import Assigned, MicroBatch
 from opensora_sp.data.bucket_plan import Batch, cut_into_steps
 from opensora_sp.data.dataset import ClipShape
 from opensora_sp.data.randomness import generator
-from opensora_sp.data.schedule import schedule
-from opensora_sp.features.build import Work, make_dataset, make_plan, micro_batches_of_step
-from opensora_sp.features.group_seconds import GroupSeconds
+from opensora_sp.data.schedule import busy_seconds, schedule
+from opensora_sp.features.build import (
+    GroupSeconds,
+    Work,
+    make_dataset,
+    make_plan,
+    micro_batches_of_step,
+)
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel.rank_groups import fixed_groups, group_sizes, nested_groups
 from opensora_sp.planner.batches import CHOSEN_AT_START, batches_by_name

@@ -8,12 +8,9 @@ from pathlib import Path
 
 from opensora_sp.common.console import Parser
 
-HELP = "a page in the browser: sample from the runs of this machine, and watch their training"
-EXAMPLE = "opensora-sp studio outputs"
-
 
 def parser() -> argparse.ArgumentParser:
-    parser = Parser(description=HELP)
+    parser = Parser()
     add = parser.add_argument
     runs = "folders that hold runs; no others are read (default: outputs)"
     add("runs", nargs="*", default=["outputs"], metavar="FOLDER", help=runs)
@@ -51,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     if args.nproc > 1:
         # As torchrun does.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from opensora_sp.data.atomic import check_writable
+    from opensora_sp.common.files import check_writable
     from opensora_sp.studio.folders import Folders
     from opensora_sp.studio.server import run as serve
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 from opensora_sp.common.console import add_allow_pickle, config_arguments, parse_bool
-
-HELP = "train a model from a config; torchrun or colossalai run start it on several processes"
-EXAMPLE = "torchrun --nproc_per_node 2 -m opensora_sp.cli train configs/demo/first.py"
+from opensora_sp.config import load_train_config
+from opensora_sp.runtime.rendezvous import raise_on_all_ranks
+from opensora_sp.training.run import train
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP)
+    parser = config_arguments()
     add = parser.add_argument
     resume = (
         "resume from the newest checkpoint in the run's folder, or from a given one; none starts "
@@ -30,10 +30,6 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Train; every rank calls it."""
-    from opensora_sp.config import load_train_config
-    from opensora_sp.runtime.rendezvous import raise_on_all_ranks
-    from opensora_sp.training.run import train
-
     with raise_on_all_ranks():
         wandb = [] if args.wandb is None else [f"wandb={args.wandb}"]
         cfg = load_train_config(args.config, [*args.cfg_options, *wandb])

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opensora_sp.common.console import config_arguments
+from opensora_sp.config import load_train_config
+from opensora_sp.parallel import Verdict
+from opensora_sp.parallel.strategies import WholeSamples
+from opensora_sp.training.sp_verification import verify_config
 
-if TYPE_CHECKING:
-    from opensora_sp.parallel import Verdict
-
-HELP = "compare one small step of a config's model with and without sequence parallelism, on CPU"
-EXAMPLE = "opensora-sp verify configs/demo/first.py"
 SHOWN = 5  # gradients listed without --all
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = config_arguments(HELP)
+    parser = config_arguments()
     add = parser.add_argument
     ranks = "ranks that share the batch (default: sp_size)"
     add("--ranks", type=int, metavar="P", help=ranks)
@@ -32,10 +31,6 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Print the comparison; exits with 1 where the results differ."""
-    from opensora_sp.config import load_train_config
-    from opensora_sp.parallel.strategies import WholeSamples
-    from opensora_sp.training.sp_verification import verify_config
-
     cfg = load_train_config(args.config, args.cfg_options)
     # With a degree for each micro-batch, --ranks names the one to verify.
     configured = cfg.sp_size if isinstance(cfg.sp_size, int) else 1

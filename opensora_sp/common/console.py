@@ -102,9 +102,9 @@ def parse_bool(text: str) -> bool:
     return text.lower() in TRUE
 
 
-def config_arguments(description: str, *, needs_config: bool = True) -> argparse.ArgumentParser:
+def config_arguments(*, needs_config: bool = True) -> argparse.ArgumentParser:
     """A parser with the two arguments that every script takes: the config, and overrides of it."""
-    parser = Parser(description=description)
+    parser = Parser()
     number = None if needs_config else "?"
     parser.add_argument("config", nargs=number, help=CONFIG_HELP)
     add_cfg_options(parser)
@@ -129,8 +129,8 @@ def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="also read pickled weights (.pt, .pth, .bin), in a process without network and access "
-        "to files",
+        help="also read pickled weights (.pt, .pth, .bin): names, shapes and bytes of tensors; "
+        "nothing in them is executed",
     )
 
 

@@ -1,4 +1,4 @@
-"""Bounded reading of small files that someone else may have written, and shipped files.
+"""Bounded reading of small files that someone else may have written, atomic writing, shipped files.
 
 Sizes and nesting of JSON are bounded before anything is parsed: a list of empty lists takes 20
 times its bytes in memory, and JSON that is nested too deeply ends in a RecursionError, in the
@@ -16,7 +16,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -160,3 +161,35 @@ def or_shipped(path: str | Path) -> Path:
 def shipped_name(path: Path) -> str:
     """``configs/...``, under which ``or_shipped`` finds a file of the package."""
     return f"{FOLDER}/{path.relative_to(SHIPPED).as_posix()}"
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield the partial path to write to. It replaces ``path`` on success and is removed on error.
+
+    Partial files are hidden and keep the suffix, which decides on formats.
+    """
+    # By process, so that two of them do not write one file.
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path, name: str = "outputs") -> None:
+    """Raise ValueError if files cannot be written in a folder, which need not exist yet.
+
+    Args:
+        name: of the option that sets the folder, for errors.
+    """
+    existing = folder.absolute()
+    # A link that leads nowhere exists as well: no folder can be made in its place.
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ValueError(
+            f"got {name} {str(folder)!r}, but {existing} is no folder that can be written; "
+            f"expected one; set {name} to another folder"
+        )

@@ -2,20 +2,19 @@
 data.
 """
 
-from .components import build_component, split_type
+from .components import ModelSpec, build_component, split_type
 from .findings import explain
 from .inference_config import InferenceConfig
-from .launch import check_launch
+from .launch import check_launch, unused_settings
 from .load import (
     dump_config,
     load_either,
     load_inference_config,
     load_train_config,
+    parse_override,
     saved_train_config,
     sources,
 )
-from .model_spec import ModelSpec
-from .options import parse_override
 from .sections import PromptOptions
 from .train_config import TrainConfig
 
@@ -35,4 +34,5 @@ __all__ = [
     "saved_train_config",
     "sources",
     "split_type",
+    "unused_settings",
 ]

@@ -1,19 +1,31 @@
-"""The config keys that training and sampling share.
+"""The config keys that training and sampling share, and checks that their values fit together.
 
-Unknown keys are errors. All values are checked before a process group or a model exists.
+Unknown keys are errors. All values are checked before a process group or a model exists: clips,
+autoencoder, text encoder and model are compared without building them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from opensora_sp.checkpoint import check_conversions
+from opensora_sp.checkpoint.model_config import check_text_length
+from opensora_sp.checkpoint.state_dict import check_conversions
+from opensora_sp.common.importing import component_class
 from opensora_sp.data import ClipShape, ExtraFiles, Limits
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, TextEncoder
+from opensora_sp.encoders import (
+    LATENT_ENCODERS,
+    TEXT_ENCODERS,
+    LatentEncoder,
+    TextEncoder,
+    planned_latent_size,
+)
+from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes
 from opensora_sp.models.kernels import Kernels
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options
@@ -21,31 +33,97 @@ from opensora_sp.parallel.cost_model import CostModel
 
 from .components import (
     SCHEDULERS,
+    ModelSpec,
     build_component,
     check_component,
     check_options,
     split_type,
 )
 from .findings import raise_together
-from .geometry import check_latents, check_text, extra_files, latent_size
-from .model_spec import ModelSpec
-from .sections import (
-    Frames,
-    SequenceParallel,
-    Strict,
-    frame_size,
-)
+from .sections import Frames, SequenceParallel, Strict, frame_size
 
 
-def _checked_model(value: dict[str, Any]) -> dict[str, Any]:
-    name, options = split_type("model", value)
+def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | None:
+    """Frames, height and width of a clip's latents; None if only a built autoencoder knows."""
+    cls = component_class("vae", vae["type"], LATENT_ENCODERS)
+    if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
+        return None
+    return planned_latent_size(vae, *clip)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The shapes of a model's further inputs for a clip; workers of a loader get a copy."""
+
+    spec: ModelSpec
+    vae: dict[str, Any]
+
+    def __call__(self, clip: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
+        inputs, latents = self.spec.model_class.extra_inputs, planned_latent_size(self.vae, *clip)
+        return extra_shapes(inputs, self.spec.config, clip[0], latents)
+
+
+def extra_files(spec: ModelSpec, vae: dict[str, Any]) -> ExtraFiles | None:
+    """Files of a model's further inputs; None if it has none."""
+    inputs = spec.model_class.extra_inputs
+    if not inputs:
+        return None
+    return ExtraFiles(tuple(inputs), cut_as_frames(inputs), _Shapes(spec, vae))
+
+
+def check_latents(vae: dict[str, Any], clip: ClipShape) -> None:
+    """Raise ValueError if clips are too small for the autoencoder."""
+    latents = latent_size(vae, clip)
+    if latents is not None and min(latents) < 1:
+        raise ValueError(
+            f"got {_text(clip)}, of which the vae {vae['type']!r} makes "
+            f"latents of {latents}; expected at least one in each dimension; enlarge the frames"
+        )
+
+
+def check_input_size(
+    input_size: tuple[int, int, int] | None, vae: dict[str, Any], clip: ClipShape
+) -> None:
+    """Raise ValueError if a model's ``input_size`` differs from the latent size of the clips."""
+    latents = latent_size(vae, clip)
+    if input_size is not None and latents is not None and input_size != tuple(latents):
+        raise ValueError(
+            f"got {_text(clip)}, latents of {latents}, and model.input_size "
+            f"{input_size}; expected the same; remove input_size, which then follows from "
+            "the clips, or change the clips"
+        )
+
+
+def _text(clip: ClipShape) -> str:
+    frames, height, width = clip
+    return f"{frames} frames of {height}x{width} pixels (num_frames, image_size)"
+
+
+def check_text(text_encoder: dict[str, Any], model_config: Any) -> None:
+    """Raise ValueError if a model cannot take the features of a text encoder."""
+    if getattr(model_config, "skip_y_embedder", False):
+        raise ValueError(
+            "got model.skip_y_embedder=True, for text features that are projected already; "
+            "expected False, since text comes from text_encoder; remove it"
+        )
+
+    name, options = split_type("text_encoder", text_encoder)
+    parameters = inspect.signature(component_class("text_encoder", name, TEXT_ENCODERS)).parameters
+    default = getattr(parameters.get("max_length"), "default", None)
+    length = options.get("max_length", default)
+    if isinstance(length, int):
+        check_text_length(length, model_config)
+
+
+def _checked_model(section: dict[str, Any]) -> dict[str, Any]:
+    name, options = split_type("model", section)
     checked = {"type": name, **check_options("model", options, model_class(name).Config)}
     ModelSpec.parse(checked)
     return checked
 
 
-def _checked_scheduler(value: dict[str, Any]) -> dict[str, Any]:
-    return check_component("scheduler", {"type": "rflow", **value}, SCHEDULERS)
+def _checked_scheduler(section: dict[str, Any]) -> dict[str, Any]:
+    return check_component("scheduler", {"type": "rflow", **section}, SCHEDULERS)
 
 
 _checked_vae = partial(check_component, "vae", known=LATENT_ENCODERS, protocol=LatentEncoder)
@@ -59,7 +137,7 @@ class Common(Strict):
 
     The frame size is ``image_size``, or ``resolution`` ("HxW", one number, or a name such as "240p"
     with an ``aspect_ratio`` such as "9:16"). ``num_frames`` is a number or a name such as "2s".
-    Names are those of Open-Sora 1.2. ``allow_pickle`` and ``convert`` concern the initial weights
+    Names are as in Open-Sora 1.2. ``allow_pickle`` and ``convert`` concern the initial weights
     (``load``, ``ckpt``).
     """
 
@@ -115,7 +193,7 @@ class Common(Strict):
     """Largest frames, clips and files that are decoded or sampled."""
 
     allow_pickle: bool = False
-    """Also read pickled weights, in a process without network and access to files."""
+    """Also read pickled weights: shapes and bytes of tensors; nothing in them is executed."""
 
     convert: Annotated[tuple[str, ...], AfterValidator(check_conversions)] = ()
     """Conversions of the initial weights, by name; see docs/weights.md."""
@@ -191,7 +269,7 @@ class Common(Strict):
 
     @property
     def extra_files(self) -> ExtraFiles | None:
-        """How the model's further inputs (``extra_inputs``) are read; None if it has none."""
+        """Files of the model's further inputs (``extra_inputs``); None if it has none."""
         return extra_files(self.model_spec, self.vae)
 
     @property

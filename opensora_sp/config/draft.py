@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+Run = Literal["train", "sample"]
 Key = tuple[Any, ...]
 """The parts of a dotted key: ``("model", "depth")``."""
 
@@ -30,7 +31,8 @@ class Draft:
 
     Attributes:
         notes: messages about translated keys of Open-Sora.
-        foreign: whether this is a config of Open-Sora.
+        run: the kind of config.
+        foreign: this is a config of Open-Sora.
         overridden: the keys that the command line has set, also to None.
     """
 
@@ -40,6 +42,7 @@ class Draft:
         self.values = values or {}
         self.origins = origins or {}
         self.notes: list[str] = []
+        self.run: Run = "train"
         self.foreign = False
         self.overridden: frozenset[Key] = frozenset()
 
@@ -47,15 +50,15 @@ class Draft:
         return self.get(key, _MISSING) is not _MISSING
 
     def get(self, key: str | Key, default: Any = None) -> Any:
-        found: Any = self.values
+        content: Any = self.values
         for part in key_of(key):
-            if not isinstance(found, dict) or part not in found:
+            if not isinstance(content, dict) or part not in content:
                 return default
-            found = found[part]
-        return found
+            content = content[part]
+        return content
 
     def origin(self, key: str | Key) -> str | None:
-        """Where a value was set; None if it was not."""
+        """Place where a value was set; None if it was not."""
         key = key_of(key)
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
@@ -94,7 +97,7 @@ class Draft:
 
     def forget(self, key: Key) -> None:
         """Remove the origins of a key and of all below it."""
-        for known in [one for one in self.origins if one[: len(key)] == key]:
+        for known in [other for other in self.origins if other[: len(key)] == key]:
             del self.origins[known]
 
     def _parent(self, above: list[Any], origin: str) -> dict[Any, Any]:
@@ -110,6 +113,11 @@ class Draft:
         return parent
 
 
+def is_option(origin: str | None) -> bool:
+    """True if a value was set on the command line, by its origin."""
+    return (origin or "").startswith("--")
+
+
 def leaves(values: dict[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
     """(key, value) of the leaves of nested dicts; an empty dict is a leaf."""
     for part, value in values.items():
@@ -122,13 +130,13 @@ def leaves(values: dict[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]
 def _as_known(values: dict[Any, Any], part: Any) -> Any:
     """The key, as an int in dicts with int keys: ``bucket_config.240p.51``."""
     number = int(part) if isinstance(part, str) and part.isdecimal() else part
-    return number if any(isinstance(one, int) for one in values) else part
+    return number if any(isinstance(known, int) for known in values) else part
 
 
-def _without_delete(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {part: _without_delete(inner) for part, inner in value.items() if part != DELETE}
-    return value
+def _without_delete(setting: Any) -> Any:
+    if isinstance(setting, dict):
+        return {part: _without_delete(inner) for part, inner in setting.items() if part != DELETE}
+    return setting
 
 
 _MISSING = object()

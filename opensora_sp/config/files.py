@@ -1,4 +1,4 @@
-"""Config files: mmengine-style Python with ``_base_`` lists, and the origin of each value.
+"""Config files: mmengine-style Python with ``_base_`` lists, and the line that sets each value.
 
 mmengine reads the values. Two things that it accepts silently are errors here: a value that
 replaces an inherited dict, and a key that is in two bases.
@@ -12,6 +12,8 @@ import re
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
 from os.path import abspath, normpath
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -20,9 +22,8 @@ from typing import Any
 from opensora_sp.common.files import MAX_BYTES, or_shipped, read_small_file
 from opensora_sp.common.importing import nearest
 
-from .draft import Draft, Key, dotted, leaves
+from .draft import DELETE, Draft, Key, dotted, leaves
 from .findings import raise_together
-from .lines import SetLines
 
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")
@@ -47,9 +48,9 @@ def read_config(path: str | Path) -> Draft:
         )
     draft = _read(str(path), within=())
     draft.values = {
-        key: value
-        for key, value in draft.values.items()
-        if not key.startswith("_") and not isinstance(value, NOT_DATA) and value != {}
+        key: setting
+        for key, setting in draft.values.items()
+        if not key.startswith("_") and not isinstance(setting, NOT_DATA) and setting != {}
     }
     return draft
 
@@ -57,19 +58,19 @@ def read_config(path: str | Path) -> Draft:
 def _advice_for(path: Path) -> str:
     """Files that may be meant by a path that is not one."""
     if path.is_dir():
-        inside = sorted(one.name for one in path.glob("*.py"))
+        inside = sorted(config.name for config in path.glob("*.py"))
         return f"pass a file of this folder: {', '.join(inside)}" if inside else "see configs/"
 
-    beside = [one.name for one in path.parent.glob("*.py")]
-    return nearest(path.name, beside, otherwise="see configs/")
+    siblings = [config.name for config in path.parent.glob("*.py")]
+    return nearest(path.name, siblings, otherwise="see configs/")
 
 
 def files_of(path: str | Path) -> list[Path]:
     """A config file and all that it is based on, each once; errors as of ``read_config``."""
-    found = [Path(path)]
+    files = [Path(path)]
     for base in _bases(str(path), _parsed(str(path))):
-        found += [one for one in files_of(base) if one not in found]
-    return found
+        files += [file for file in files_of(base) if file not in files]
+    return files
 
 
 def _read(path: str, *, within: tuple[str, ...]) -> Draft:
@@ -84,10 +85,10 @@ def _read(path: str, *, within: tuple[str, ...]) -> Draft:
     inherited = _joined(path, bases)
 
     draft = Draft(_values(path, tree), dict(inherited.origins))
-    found = SetLines()
-    found.visit(tree)
-    for key, line in found.lines.items():
-        if key in found.replacing:
+    statements = SetLines()
+    statements.visit(tree)
+    for key, line in statements.lines.items():
+        if key in statements.replacing:
             draft.forget(key)
         draft.origins[key] = f"{path}:{line}"
 
@@ -121,8 +122,8 @@ def _bases(path: str, tree: ast.Module) -> list[str]:
             ) from error
 
         bases = []
-        for one in [listed] if isinstance(listed, str) else listed:
-            base = normpath(folder / _FOLDER.sub(lambda _: absolute, one))
+        for name in [listed] if isinstance(listed, str) else listed:
+            base = normpath(folder / _FOLDER.sub(lambda _: absolute, name))
             if not Path(base).is_file():
                 raise ValueError(
                     f"got the base {base!r}, which cannot be loaded (FileNotFoundError); "
@@ -158,18 +159,15 @@ def _import_config_class() -> Any:
     Raises:
         ValueError: if the cache stays damaged, as after a kill.
     """
-    reason: Exception | None = None
     for attempt in range(IMPORT_ATTEMPTS):
-        try:
+        with suppress(EOFError, pickle.UnpicklingError):
             from mmengine.config import Config
-        except (EOFError, pickle.UnpicklingError) as error:
-            reason = error
-            time.sleep(0.2 * attempt)
-        else:
+
             return Config
+        time.sleep(0.2 * attempt)
     raise ValueError(
-        f"got a damaged cache of yapf, which mmengine imports ({reason}); expected a readable "
-        "file; delete the folder YAPF in the cache folder of your account (~/.cache)"
+        "got a damaged cache of yapf, which mmengine imports; expected a readable file; delete the "
+        "folder YAPF in the cache folder of your account (~/.cache)"
     )
 
 
@@ -217,3 +215,85 @@ def _replaced(inherited: Draft, draft: Draft) -> Iterator[str]:
                 f"{name}=dict(_delete_=True, ...) for another one, or {name}=dict(_delete_=True) "
                 f"to have none [{draft.origin(key)}]"
             )
+
+
+class SetLines(ast.NodeVisitor):
+    """The line of a file that sets each key, found in its syntax tree.
+
+    Visits statements in their order. Functions and classes are skipped.
+
+    Keys inside dict literals, ``dict(...)`` or ``{...}``, have entries of their own.
+
+    Attributes:
+        lines: key -> line of the last statement that sets it.
+        replacing: the keys that replace inherited values. Other keys are dicts that are merged into
+            the inherited dict.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[Key, int] = {}
+        self.replacing: set[Key] = set()
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            return
+
+        self.generic_visit(node)
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._assign(target, node.value, node.lineno)
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+            self._assign(node.target, node.value, node.lineno)
+        elif isinstance(node, ast.Call):
+            self._update(node)
+
+    def _assign(self, target: ast.expr, value: ast.expr | None, line: int) -> None:
+        for key in _keys(target):
+            self._set(key, value, line)
+
+    def _update(self, call: ast.Call) -> None:
+        """``model.update(depth=4)``."""
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "update":
+            for part, value in _keywords(call).items():
+                self._assign(ast.Attribute(call.func.value, part), value, value.lineno)
+
+    def _set(self, key: Key, value: ast.expr | None, line: int) -> None:
+        for known in [known for known in self.lines if known[: len(key)] == key]:
+            del self.lines[known]
+            self.replacing.discard(known)
+
+        self.lines[key] = line
+        entries = _entries(value)
+        if entries is None or DELETE in entries:
+            self.replacing.add(key)
+
+        for part, inner in (entries or {}).items():
+            if part != DELETE:
+                self._set((*key, part), inner, inner.lineno)
+
+
+def _keys(target: ast.expr) -> list[Key]:
+    """The keys that ``a``, ``a["b"]``, ``a.b`` or a tuple of these set; none for anything else."""
+    if isinstance(target, ast.Name):
+        return [(target.id,)]
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return list(chain.from_iterable(map(_keys, target.elts)))
+    if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+        return [(*key, target.slice.value) for key in _keys(target.value)]
+    if isinstance(target, ast.Attribute):
+        return [(*key, target.attr) for key in _keys(target.value)]
+    return []
+
+
+def _entries(value: ast.expr | None) -> dict[Any, ast.expr] | None:
+    """The entries of a dict literal; None for any other value."""
+    if isinstance(value, ast.Dict):
+        pairs = zip(value.keys, value.values)
+        return {key.value: inner for key, inner in pairs if isinstance(key, ast.Constant)}
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict":
+        return _keywords(value)
+    return None
+
+
+def _keywords(call: ast.Call) -> dict[str, ast.expr]:
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}

@@ -36,17 +36,17 @@ def raise_together(*checks: Callable[[], object] | str) -> None:
     Args:
         checks: functions that raise ValueError, or messages of errors found already.
     """
-    found: list[str] = []
+    messages: list[str] = []
     for check in checks:
         if isinstance(check, str):
-            found.append(check)
+            messages.append(check)
             continue
         try:
             check()
         except ValueError as error:
-            found += messages_of(error)
-    if found:
-        raise ConfigError(dict.fromkeys(found))
+            messages += messages_of(error)
+    if messages:
+        raise ConfigError(dict.fromkeys(messages))
 
 
 def explain(
@@ -86,7 +86,7 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
 
 
 def expected_by(finding: Any) -> str:
-    """What a pydantic error says about the value that it expects, as a noun phrase."""
+    """The expected value of a pydantic error, as a noun phrase."""
     kind: str = finding["type"]
     text: str = finding["msg"]
     if kind == "missing":
@@ -127,9 +127,9 @@ def _known_keys(schema: type[BaseModel], path: Key) -> list[str]:
         if isinstance(part, int):
             continue  # an index of a list
         annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
-        models = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
-        found = next((one for one in models if issubclass(one, BaseModel)), None)
-        if found is None:
+        classes = [cls for cls in (annotation, *get_args(annotation)) if isinstance(cls, type)]
+        section = next((cls for cls in classes if issubclass(cls, BaseModel)), None)
+        if section is None:
             return []
-        schema = found
+        schema = section
     return list(schema.model_fields)

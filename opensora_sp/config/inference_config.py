@@ -8,10 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from .common import Common
-from .sections import (
-    Precision,
-    Prompts,
-)
+from .sections import Precision, Prompts
 
 
 class InferenceConfig(Common):
@@ -41,14 +38,10 @@ class InferenceConfig(Common):
     """Largest number of videos in a batch."""
 
     ckpt: str | None = None
-    """Weights: a run, a checkpoint, a Hugging Face folder, a file, or a name on the hub,
-    `owner/model` or `owner/model@revision`.
-    """
+    """Weights: a run, a checkpoint, a folder, a file, or a name on the hub, with `@revision`."""
 
     lora: tuple[str, ...] = ()
-    """LoRA adapters to merge into the weights, each `PATH` or `PATH:SCALE`: runs, checkpoints,
-    peft's folders, or names on the hub; see docs/lora.md.
-    """
+    """LoRA adapters to merge into the weights, each `PATH` or `PATH:SCALE`; see docs/lora.md."""
 
     use_ema: bool = True
     """Load the EMA weights of a checkpoint."""
@@ -82,8 +75,7 @@ class InferenceConfig(Common):
 
     file_names: Literal["numbered", "prompt"] = "numbered"
     """Names of the videos: position and prompt (`000-a-cat.mp4`, `000-a-cat-s1.mp4`), or as VBench
-    expects them, the prompt itself and the sample (`a cat-0.mp4`), in a folder of videos alone.
-    """
+    expects them, the prompt itself and the sample (`a cat-0.mp4`), in a folder of videos alone."""
 
     negative_prompt: str | None = None
     """Negative prompt of classifier-free guidance; None is no caption."""
@@ -116,14 +108,14 @@ class InferenceConfig(Common):
 
     def _scores_have_numbers(self) -> None:
         for name in ("aes", "flow"):
-            value = getattr(self, name)
-            if self.score_style == "words" or not isinstance(value, str):
+            score = getattr(self, name)
+            if self.score_style == "words" or not isinstance(score, str):
                 continue
             try:
-                float(value)
+                float(score)
             except ValueError:
                 raise ValueError(
-                    f"got {name} = {value!r} with score_style 'numbers'; expected a number; write "
+                    f"got {name} = {score!r} with score_style 'numbers'; expected a number; write "
                     "one, or set score_style='words'"
                 ) from None
 

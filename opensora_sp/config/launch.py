@@ -1,8 +1,15 @@
-"""Checks that a config fits the number of processes and the device."""
+"""Checks of a config at the start of a run: processes, device, and settings that have no effect.
+
+Settings without effect contradict nothing, so a run starts, and its log has a line for each.
+Settings that do not fit are errors.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,7 +21,17 @@ from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .findings import raise_together
 from .inference_config import InferenceConfig
+from .sections import SequenceParallel
 from .train_config import TrainConfig
+
+# ``parallelize`` itself reports ``verify``, which programs set as well.
+OF_SHARED_BATCHES = tuple(
+    f"sequence_parallel.{name}" for name in SequenceParallel.model_fields if name != "verify"
+)
+OF_RECOMPUTATION = ("sequence_parallel.recompute_communication",)
+OF_BACKWARD = (*OF_RECOMPUTATION, "sequence_parallel.overlap_backward")
+VIDEO_KEYS = ("negative_prompt", "num_samples", "num_sampling_steps", "cfg_scale", "fps", "format")
+OF_VALIDATION_VIDEOS = tuple(f"validation.{name}" for name in VIDEO_KEYS)
 
 
 def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
@@ -23,16 +40,13 @@ def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
     Raises:
         ValueError: with everything that does not fit.
     """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     raise_together(
         lambda: _check_sp_size(cfg.sp_size or world_size, world_size),
         lambda: cost_model_of(cfg.cost_model),
         lambda: _check_precision(cfg.precision),
         lambda: _check_optimizer(cfg),
-        lambda: check_kernels(
-            cfg.kernels,
-            "cuda" if torch.cuda.is_available() else "cpu",
-            DTYPES[cfg.precision],
-        ),
+        lambda: check_kernels(cfg.kernels, device, DTYPES[cfg.precision]),
     )
 
 
@@ -69,3 +83,79 @@ def _check_optimizer(cfg: TrainConfig | InferenceConfig) -> None:
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where "
             "HybridAdam's kernels do not build; change optimizer.type"
         )
+
+
+# Keys of which none has an effect, and why.
+Unused: TypeAlias = tuple[tuple[str, ...], str]
+
+
+def unused_settings(cfg: TrainConfig | InferenceConfig, ranks: int) -> list[str]:
+    """A line for each setting without effect, with the reason.
+
+    Values that are the default do not count: the ``config.py`` of a run sets all keys.
+
+    Args:
+        ranks: the most that share a batch.
+    """
+    rules = [*_of_training(cfg)] if isinstance(cfg, TrainConfig) else [*_of_sampling(cfg)]
+    if ranks == 1:
+        rules.insert(0, (OF_SHARED_BATCHES, "no ranks share a batch"))
+
+    lines: dict[str, str] = {}
+    for keys, reason in rules:
+        for key in keys:
+            if key not in lines and _is_set(cfg, key):
+                lines[key] = f"{key}={_value(cfg, key)!r} has no effect: {reason}"
+    return list(lines.values())
+
+
+def _of_training(cfg: TrainConfig) -> Iterator[Unused]:
+    if not cfg.grad_checkpoint:
+        yield OF_RECOMPUTATION, "nothing is recomputed (grad_checkpoint=False)"
+    if cfg.bucket_config is None:
+        yield ("batch_order",), "without bucket_config all micro-batches are alike"
+    if cfg.accumulates_locally:
+        reason = "ranks sum their gradients locally, and keep their shards at both stages"
+        yield ("zero_stage",), reason
+    if cfg.keep_last is None:
+        yield ("keep_every",), "keep_last is None, so all checkpoints are kept"
+    if not cfg.noise_augmentation:
+        yield ("noise_prob", "noise_strength"), "noise_augmentation is False"
+    if cfg.load is None:
+        yield ("convert",), "load is None, so there are no weights to convert"
+
+    validation = cfg.validation
+    if validation is None:
+        return
+    if not validation.prompts:
+        yield OF_VALIDATION_VIDEOS, "validation has no prompts"
+    if validation.cfg_scale == 1:
+        yield ("validation.negative_prompt",), "cfg_scale is 1, which is no guidance"
+    if validation.manifest is None:
+        yield ("validation.bins",), "validation has no manifest of held-out clips"
+
+
+def _of_sampling(cfg: InferenceConfig) -> Iterator[Unused]:
+    yield OF_BACKWARD, "sampling has no backward pass"
+    if cfg.prompts:
+        yield ("prompt_path",), "there are prompts, which take its place"
+    if cfg.aes is None and cfg.flow is None:
+        yield ("score_style",), "aes and flow are None"
+    if cfg.cond_type is None and cfg.scheduler.get("cfg_scale") == 1:
+        yield ("negative_prompt",), "scheduler.cfg_scale is 1, which is no guidance"
+
+    if cfg.cond_type is not None:
+        yield ("condition_frame_edit",), "cond_type gives conditioning frames as they are"
+    elif cfg.loop == 1:
+        keys = ("condition_frame_length", "condition_frame_edit")
+        yield keys, "loop is 1, so no part continues another"
+
+
+def _value(cfg: Any, key: str) -> Any:
+    return reduce(getattr, key.split("."), cfg)
+
+
+def _is_set(cfg: Any, key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    model = _value(cfg, section) if section else cfg
+    return bool(getattr(model, name) != type(model).model_fields[name].default)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from .draft import Draft
+from .draft import Draft, Run
 
-Run = Literal["train", "sample"]
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
 VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2", "OpenSoraVAE_V1_3")
 
@@ -41,9 +40,9 @@ class Rule:
         value: computes the new value from the old one and the draft; or a table of values.
         inert: values without an effect, for which the key is dropped silently.
         refused: the reason for an error and what to write instead; in a table, by value.
-        when: whether the rule applies to a draft.
+        when: true if the rule applies to a draft.
         also: further keys that Open-Sora sets implicitly; values that are set already win.
-        yields: whether a value of ``new`` wins over this one; otherwise having both is an error.
+        yields: a value of ``new`` wins over this one; otherwise having both is an error.
     """
 
     old: str
@@ -63,90 +62,77 @@ def _is_bucketed(draft: Draft) -> bool:
     return bool(draft.get("bucket_config")) and is_variable
 
 
-def _vae_precision(value: Any, draft: Draft) -> dict[str, Any]:
-    return {"vae.dtype": value} if draft.get("vae.type") in VAES_WITH_DTYPE else {}
+def _vae_precision(setting: Any, draft: Draft) -> dict[str, Any]:
+    return {"vae.dtype": setting} if draft.get("vae.type") in VAES_WITH_DTYPE else {}
 
 
-def _random_start(value: Any, draft: Draft) -> dict[str, Any]:
+def _random_start(setting: Any, draft: Draft) -> dict[str, Any]:
     return {"dataset.clip_start": "random"}
 
 
-def _text(value: Any, draft: Draft) -> dict[str, Any]:
-    return {"text_encoder.clean_captions": True, "model.model_max_length": value}
+def _text(setting: Any, draft: Draft) -> dict[str, Any]:
+    return {"text_encoder.clean_captions": True, "model.model_max_length": setting}
 
 
-def _qk_norm(value: Any, draft: Draft) -> dict[str, Any]:
-    of_1_1 = str(draft.get("model.type")).startswith("STDiT2") and draft.foreign
-    return {"model.qk_norm_legacy": True} if of_1_1 and value else {}
+def _qk_norm(setting: Any, draft: Draft) -> dict[str, Any]:
+    is_1_1 = str(draft.get("model.type")).startswith("STDiT2") and draft.foreign
+    return {"model.qk_norm_legacy": True} if is_1_1 and setting else {}
 
 
-def _of_1_3(value: Any, draft: Draft) -> dict[str, Any]:
-    """What Open-Sora 1.3 has in its code; ``value`` is whether it is that version."""
-    if not (draft.foreign and value):
+def _implied_by_1_3(is_1_3: Any, draft: Draft) -> dict[str, Any]:
+    """Settings in the code of Open-Sora 1.3."""
+    if not (draft.foreign and is_1_3):
         return {}
-    return {
+    implied = {
         "model.use_cond": True,
         "model.in_channels": 16,
         "scheduler.legacy_frame_count": "v1.3",
     }
+    return implied | ({"score_style": "words"} if draft.run == "sample" else {})
 
 
-def _sampling_of_1_3(value: Any, draft: Draft) -> dict[str, Any]:
-    implied = _of_1_3(value, draft)
-    return implied | {"score_style": "words"} if implied else {}
-
-
-IMPLIED_BY_1_3: dict[Run, Callable[[Any, Draft], dict[str, Any]]] = {
-    "train": _of_1_3,
-    "sample": _sampling_of_1_3,
-}
-
-
-def _of_its_vae(
-    implied: Callable[[Any, Draft], dict[str, Any]],
-) -> Callable[[Any, Draft], dict[str, Any]]:
-    """What Open-Sora 1.3 has in its code, by its autoencoder."""
-    return lambda value, draft: implied(value == "OpenSoraVAE_V1_3", draft)
+def _implied_by_vae(name: Any, draft: Draft) -> dict[str, Any]:
+    return _implied_by_1_3(name == "OpenSoraVAE_V1_3", draft)
 
 
 def _accumulates(draft: Draft) -> bool:
-    """Whether several micro-batches of Open-Sora are a step: it counts micro-batches as steps."""
+    """True if a step is several micro-batches of Open-Sora, which counts each as a step."""
     steps = draft.get("accumulation_steps")
     return draft.foreign and isinstance(steps, int) and steps > 1
 
 
 def _frozen(*patterns: str) -> Callable[[Any, Draft], tuple[str, ...]]:
-    return lambda value, draft: (*(draft.get("freeze") or ()), *patterns)
+    return lambda setting, draft: (*(draft.get("freeze") or ()), *patterns)
 
 
-def _frozen_by_name(value: Any, draft: Draft) -> tuple[str, ...]:
+def _frozen_by_name(setting: Any, draft: Draft) -> tuple[str, ...]:
     known = {"text": ("y_embedder.*",), "not_temporal": ("*", "!*attn_temp.*")}
-    if value not in known:
+    if setting not in known:
         raise ValueError(f"neither of {list(known)}")
-    return (*(draft.get("freeze") or ()), *known[value])
+    return (*(draft.get("freeze") or ()), *known[setting])
 
 
 def _converted(name: str) -> Callable[[Any, Draft], tuple[str, ...]]:
-    return lambda value, draft: (*(draft.get("convert") or ()), name)
+    return lambda setting, draft: (*(draft.get("convert") or ()), name)
 
 
-def _without_temporal(value: Any, draft: Draft) -> dict[str, Any]:
+def _without_temporal(setting: Any, draft: Draft) -> dict[str, Any]:
     return {"convert": ("temporal_blocks",)} if draft.foreign else {}
 
 
-def _kept_clips(value: Any, draft: Draft) -> Any:
+def _kept_clips(setting: Any, draft: Draft) -> Any:
     """Buckets of a config of the evaluation script, which ignores probabilities."""
-    if not isinstance(value, dict) or not draft.foreign:
-        return value
+    if not isinstance(setting, dict) or not draft.foreign:
+        return setting
     changed: dict[Any, Any] = {}
-    for resolution, entries in value.items():
+    for resolution, entries in setting.items():
         changed[resolution] = entries
         if isinstance(entries, dict):
             changed[resolution] = {frames: _kept(entry) for frames, entry in entries.items()}
     return changed
 
 
-def _default_length(value: Any, draft: Draft) -> dict[str, Any]:
+def _default_length(setting: Any, draft: Draft) -> dict[str, Any]:
     has_length = any(draft.get(key) is not None for key in ("epochs", "max_steps"))
     return {} if has_length or not draft.foreign else {"epochs": 1000}
 
@@ -156,27 +142,27 @@ def _kept(entry: Any) -> Any:
     return (1.0, entry[1]) if is_unset else entry
 
 
-def _masks(value: Any, draft: Draft) -> Any:
+def _masks(setting: Any, draft: Draft) -> Any:
     """Mask ratios of older versions.
 
     Version 1.0 has a list of five ratios. Names before 1.1 have neither image nor quarter, and
     stand for 1 to 4 frames, a quarter of 16.
     """
     names = ("identity", "quarter_random", "quarter_head", "quarter_tail", "quarter_head_tail")
-    if isinstance(value, (list, tuple)):
-        return dict(zip(names, value)) if len(value) == len(names) else value
-    if not isinstance(value, dict):
-        return value
+    if isinstance(setting, (list, tuple)):
+        return dict(zip(names, setting)) if len(setting) == len(names) else setting
+    if not isinstance(setting, dict):
+        return setting
 
     renamed = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}
-    return {renamed.get(name, name): ratio for name, ratio in value.items()}
+    return {renamed.get(name, name): ratio for name, ratio in setting.items()}
 
 
-def _one_by_one(value: Any, draft: Draft) -> Any:
+def _one_by_one(setting: Any, draft: Draft) -> Any:
     """Mark a list with an entry per prompt, which ``translate`` moves into the prompts."""
-    if isinstance(value, str):
-        return value
-    return {"by prompt": value} if any(value) else None
+    if isinstance(setting, str):
+        return setting
+    return {"by prompt": setting} if any(setting) else None
 
 
 RULES: tuple[Rule, ...] = (
@@ -221,7 +207,7 @@ RULES: tuple[Rule, ...] = (
     # acceleration
     Rule("dtype", "precision", also=_vae_precision, note="also of the vae, as in Open-Sora"),
     Rule("plugin", "zero_stage", run="train", value={"zero1": 1, "zero2": 2, "zero2-seq": 2},
-         also=lambda value, draft: {"ema_decay": 0.9999, "ema_warmup": False},
+         also=lambda setting, draft: {"ema_decay": 0.9999, "ema_warmup": False},
          note="sp_size alone is the size of an SP group; ema_decay is 0.9999 by default, from the "
               "first step on, as in Open-Sora"),
     Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI uses its default"),
@@ -231,10 +217,8 @@ RULES: tuple[Rule, ...] = (
          note="for STDiT2 it sets qk_norm_legacy=True, as in Open-Sora 1.1"),
     *(Rule(f"model.{key}", "model.attention", inert=(None,), value={True: "auto", False: "sdpa"})
       for key in ("enable_flash_attn", "enable_flashattn")),
-    Rule("model.kernel_size", "model.kernel_size", run="train", inert=(None,), also=_of_1_3,
-         note="of Open-Sora 1.3, with conditioning frames and latents of its VAE"),
-    Rule("model.kernel_size", "model.kernel_size", run="sample", inert=(None,),
-         also=_sampling_of_1_3, note="as in training; scores are written in words"),
+    Rule("model.kernel_size", "model.kernel_size", inert=(None,), also=_implied_by_1_3,
+         note="of Open-Sora 1.3, with conditioning frames, latents of its VAE and scores in words"),
     Rule("model.enable_layernorm_kernel", note="torch's layer norm is used; apex is not needed"),
     Rule("model.enable_sequence_parallelism", note="sp_size alone turns it on"),
     Rule("model.use_x_mask", note="every model takes frame masks"),
@@ -257,12 +241,11 @@ RULES: tuple[Rule, ...] = (
     Rule("model.from_pretrained", "load", run="train", yields=True),
     Rule("model.from_pretrained", "ckpt", run="sample"),
     # encoders
-    *(Rule("vae.type", "vae.type", run=run, also=_of_its_vae(implied),
-           note="OpenSoraVAE_V1_3 comes with 16 channels and conditioning frames",
-           refused={"VideoAutoencoderPipeline":
-                    "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
-                    "from_pretrained=...)"})
-      for run, implied in IMPLIED_BY_1_3.items()),
+    Rule("vae.type", "vae.type", also=_implied_by_vae,
+         note="OpenSoraVAE_V1_3 comes with 16 channels and conditioning frames",
+         refused={"VideoAutoencoderPipeline":
+                  "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
+                  "from_pretrained=...)"}),
     *(Rule(f"{part}.local_files_only", note="set HF_HUB_OFFLINE=1 in the environment instead")
       for part in ("model", "vae", "text_encoder")),
     *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment")
@@ -294,10 +277,10 @@ RULES: tuple[Rule, ...] = (
     Rule("use_cosine_scheduler", "lr_schedule", run="train", value={True: "cosine"},
          note="without warm-up of its own"),
     Rule("warmup_steps", "warmup_steps", run="train", inert=(None,), when=_accumulates,
-         value=lambda value, draft: -(-value // draft.get("accumulation_steps")),
+         value=lambda setting, draft: -(-setting // draft.get("accumulation_steps")),
          note="with accumulation_steps: micro-batches there, steps here"),
     Rule("ema_decay", "ema_decay", run="train", inert=(None,), when=_accumulates,
-         value=lambda value, draft: value ** draft.get("accumulation_steps"),
+         value=lambda setting, draft: setting ** draft.get("accumulation_steps"),
          note="with accumulation_steps: after each micro-batch there, after each step here"),
     Rule("accumulation_steps", "accumulation_steps", run="train", inert=(None,)),
     Rule("lr", "optimizer.lr", run="train"),
@@ -307,11 +290,11 @@ RULES: tuple[Rule, ...] = (
     *(Rule(key, key, run="train", inert=(None,)) for key in ("grad_clip", "epochs", "sp_size")),
     # sampling
     Rule("prompt", "prompts", run="sample",
-         value=lambda value, draft: [value] if isinstance(value, str) else value),
+         value=lambda setting, draft: [setting] if isinstance(setting, str) else setting),
     *(Rule(key, key, run="sample", value=_one_by_one, note="one entry for each prompt")
       for key in ("reference_path", "mask_strategy")),
     Rule("frame_interval", "save_fps", run="sample", inert=(None, 1), yields=True,
-         value=lambda value, draft: draft.get("fps", 24) / value,
+         value=lambda setting, draft: draft.get("fps", 24) / setting,
          note="the files have fps / frame_interval"),
     Rule("save_dir", "outputs", run="sample"),
     Rule("num_sample", "num_samples", run="sample"),

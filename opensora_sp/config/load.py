@@ -7,8 +7,9 @@ Keys of Open-Sora are translated.
 
 from __future__ import annotations
 
+import ast
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,17 +17,21 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from .components import check_overriding_types
-from .draft import Draft, dotted, leaves
+from .draft import Draft, Run, dotted, leaves
 from .files import read_config
 from .findings import explain, raise_together
 from .inference_config import InferenceConfig
-from .legacy import Run
-from .options import apply_options
 from .train_config import TrainConfig
 from .translate import check_family, translate
 
 Checked = TypeVar("Checked", bound=BaseModel)
 SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": InferenceConfig}
+FLAG = "--cfg-options"
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+UNQUOTED = (
+    "colossalai run passes options on without quotes, so spaces, quotes and brackets get lost: "
+    "start with torchrun, or write the value into a config file"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -65,8 +70,8 @@ def saved_train_config(
     """The training config that a checkpoint keeps as JSON, with overrides, checked.
 
     Raises:
-        ValueError: for what does not fit, and for the names of classes to import: a checkpoint is
-            data, and importing a module executes it.
+        ValueError: for everything that does not fit, and for the names of classes to import: a
+            checkpoint is data, and importing a module executes it.
     """
     for key in ("model", "vae", "text_encoder", "scheduler"):
         name = str(values.get(key, {}).get("type"))
@@ -82,11 +87,11 @@ def saved_train_config(
         # JSON has texts for the numbers of frames.
         with_numbers = {}
         for resolution, entries in buckets.items():
-            with_numbers[resolution] = {int(frames): one for frames, one in entries.items()}
+            with_numbers[resolution] = {int(n): bucket for n, bucket in entries.items()}
         values = {**values, "bucket_config": with_numbers}
 
     if values.get("epochs") is not None:
-        # Beside them a run records how many steps they were.
+        # A run also records how many steps they were.
         values = {**values, "max_steps": 0}
 
     draft = Draft(dict(values), {(key,): str(source) for key in values})
@@ -163,14 +168,14 @@ def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
     """(key, value, origin) of all values: file and line, option, another key, or the default."""
     for key, value in leaves(config.model_dump()):
         name, is_set = dotted(key), draft.get(key) is not None
-        sources_of = [one for one in DERIVED_FROM.get(name, ()) if one in draft]
+        others = [other for other in DERIVED_FROM.get(name, ()) if other in draft]
 
         if is_set and value is None:
             yield name, value, f"used up for image_size, {draft.origin(key)}"
-        elif is_set or (key in draft and not sources_of):
+        elif is_set or (key in draft and not others):
             yield name, value, draft.origin(key) or ""
-        elif sources_of:
-            yield name, value, f"from {sources_of[0]}, {draft.origin(sources_of[0])}"
+        elif others:
+            yield name, value, f"from {others[0]}, {draft.origin(others[0])}"
         else:
             yield name, value, "default"
 
@@ -185,3 +190,68 @@ def _checked(schema: type[Checked], draft: Draft, path: str | Path) -> Checked:
 def _flag(key: str) -> str:
     """The command-line option that sets a key."""
     return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+# Overrides
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """``a.b=value`` -> (["a", "b"], value).
+
+    A value is a Python literal (also ``dict(a=1)``), true, false, none or null in upper or lower
+    case, or else a string.
+
+    Raises:
+        ValueError: without ``=``, and for malformed lists, dicts and quoted strings.
+    """
+    key, equals, literal = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ValueError(
+            f"got {FLAG} {text!r}; expected key=value; write for example sp_size=4. Was it longer? "
+            f"{UNQUOTED}"
+        )
+
+    literal = literal.strip()
+    if literal.lower() in WORDS:
+        return parts, WORDS[literal.lower()]
+
+    try:
+        return parts, ast.literal_eval(_with_dicts(literal))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        if literal.startswith(("[", "(", "{", "'", '"', "dict(")):
+            raise ValueError(
+                f"got {FLAG} {text!r}, whose value begins like a list, a dict or a quoted text and "
+                f"ends otherwise; expected a whole one, with its texts in quotes; {UNQUOTED}"
+            ) from None
+        return parts, literal
+
+
+def apply_options(draft: Draft, texts: Sequence[str]) -> None:
+    """Apply ``--cfg-options`` to a draft.
+
+    Raises:
+        ValueError: with everything that is wrong with them.
+    """
+    raise_together(*(partial(_apply_option, draft, text) for text in texts))
+
+
+def _apply_option(draft: Draft, text: str) -> None:
+    keys, setting = parse_override(text)
+    draft.set(tuple(keys), setting, f"{FLAG} {text}")
+
+
+def _with_dicts(text: str) -> ast.expr:
+    """The expression with ``dict(a=1)`` replaced by ``{"a": 1}``."""
+    replaced: ast.expr = _Dicts().visit(ast.parse(text, mode="eval").body)
+    return replaced
+
+
+class _Dicts(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        plain = isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args
+        if not plain or not all(keyword.arg for keyword in node.keywords):
+            return node
+        keys: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in node.keywords]
+        return ast.Dict(keys=keys, values=[keyword.value for keyword in node.keywords])

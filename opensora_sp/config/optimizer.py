@@ -1,4 +1,4 @@
-"""Optimizers by name: those of torch that are elementwise.
+"""Elementwise optimizers of torch, by name.
 
 ZeRO gives each rank a flat range of the numbers of every parameter, so an optimizer is exact under
 ZeRO only if it updates each number from the history of that number's own gradient.
@@ -9,20 +9,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from opensora_sp.common.importing import nearest
 
-from .findings import expected_by, raise_together
+from .components import check_types
 from .sections import Strict
 
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer keeps of a parameter, by the names in torch's ``state_dict``.
+    """State that an optimizer keeps of a parameter, by the names in torch's ``state_dict``.
 
     Attributes:
         moments: tensors of the parameter's shape, in fp32.
@@ -79,16 +79,13 @@ class Optimizer(Strict):
 
     type: str = "AdamW"
     """AdamW, Adam, Adamax, NAdam, RAdam, SGD, RMSprop, Adagrad or Adadelta of torch, or
-    ColossalAI's fused HybridAdam (CUDA only). Other keys are options of the class, such as `betas`
-    and `eps`, or `momentum` and `nesterov`.
-    """
+    ColossalAI's HybridAdam on CUDA. Other keys are options of the class, such as `betas`."""
 
     lr: float = Field(1e-4, gt=0)
     """Learning rate after warm-up."""
 
     weight_decay: float = Field(0.0, ge=0)
-    """Weight decay: decoupled and relative to the learning rate in AdamW, else as the class does.
-    """
+    """Weight decay: decoupled in AdamW, and relative to the learning rate, else as in the class."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,15 +96,18 @@ class Optimizer(Strict):
         name = values.get("type", "AdamW")
         _check_name(name)
         defaults = _defaults(str(name))
-        own = {key: value for key, value in values.items() if key in cls.model_fields}
-        given = {key: value for key, value in values.items() if key not in own}
+        declared = {key: values[key] for key in values if key in cls.model_fields}
+        options = {key: values[key] for key in values if key not in declared}
+        types = dict.fromkeys(cls.model_fields, NotRequired[Any])
+        types |= {key: NotRequired[_type_of(default)] for key, default in defaults.items()}
+        options = check_types("optimizer", options, types)
 
-        numbers = {key: value for key, value in defaults.items() if not isinstance(value, bool)}
-        return own | numbers | _converted(str(name), given, defaults)
+        numbers = {key: defaults[key] for key in defaults if not isinstance(defaults[key], bool)}
+        return declared | numbers | options
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of the class beside the parameters."""
+        """The arguments of the class after the parameters."""
         return self.model_dump(exclude={"type"})
 
     @property
@@ -124,7 +124,7 @@ class Optimizer(Strict):
 
 
 def _check_name(name: Any) -> None:
-    """Raise ValueError unless a name is that of an elementwise optimizer."""
+    """Raise ValueError unless a name belongs to an elementwise optimizer."""
     name = str(name)
     if name in STATES:
         return
@@ -143,39 +143,12 @@ def _defaults(name: str) -> dict[str, Any]:
     """The options of a class with their defaults: numbers, pairs of numbers and booleans."""
     # HybridAdam cannot be imported without CUDA.
     cls = torch.optim.AdamW if name == "HybridAdam" else getattr(torch.optim, name)
-    found = {}
+    defaults = {}
     for key, parameter in inspect.signature(cls).parameters.items():
         is_number = not isinstance(parameter.default, bool)
         if key not in NOT_OPTIONS and (is_number or name != "HybridAdam"):
-            found[key] = parameter.default
-    return found
-
-
-def _converted(name: str, values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Given options, converted to the types of the class's defaults.
-
-    Raises:
-        ValueError: with all options that are unknown or of another type.
-    """
-    found: list[str] = []
-    converted = {}
-    known = [*Optimizer.model_fields, *defaults]
-    for key, value in values.items():
-        if key not in defaults:
-            advice = nearest(key, known, otherwise=f"known keys are {', '.join(known)}")
-            found.append(
-                f"got the unknown key 'optimizer.{key}'; expected an option of {name}; {advice}"
-            )
-            continue
-        try:
-            converted[key] = TypeAdapter(_type_of(defaults[key])).validate_python(value)
-        except ValidationError as error:
-            expected = expected_by(error.errors()[0])
-            found.append(
-                f"got optimizer.{key} = {value!r}; expected {expected}; change optimizer.{key}"
-            )
-    raise_together(*found)
-    return converted
+            defaults[key] = parameter.default
+    return defaults
 
 
 def _type_of(default: Any) -> Any:

@@ -11,7 +11,7 @@ from .train_config import TrainConfig
 
 
 def learning_rate(cfg: TrainConfig, step: int) -> float:
-    """Of optimizer step ``step``, counted from 0: linear warm-up, then ``cfg.lr_schedule``.
+    """Learning rate of a step, counted from 0: linear warm-up, then ``cfg.lr_schedule``.
 
     Warm-up reaches ``optimizer.lr`` after ``warmup_steps``, as Open-Sora's does. Linear and cosine
     decay then go down to zero at ``max_steps``.
@@ -26,7 +26,7 @@ def learning_rate(cfg: TrainConfig, step: int) -> float:
 
 
 def ema_decay(decay: float, step: int, *, warmup: bool) -> float:
-    """Of optimizer step ``step``, counted from 0; see ``ema_warmup`` in ``TrainConfig``."""
+    """EMA decay of a step, counted from 0; see ``ema_warmup`` in ``TrainConfig``."""
     return min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 

@@ -6,14 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from opensora_sp.data.captions import Captions
 from opensora_sp.data.resolutions import named_frames, named_size
@@ -42,8 +35,7 @@ class Dataset(Strict):
     """
 
     type: Literal["VideoText", "VariableVideoText", "CachedFeatures"] = "VideoText"
-    """Clips of one shape, clips of the shapes of `bucket_config`, or either from a feature cache.
-    """
+    """Clips of one shape, of the shapes of `bucket_config`, or from a feature cache."""
 
     manifest: str | None = None
     """CSV, JSONL or Parquet file with the columns path,text; not for CachedFeatures."""
@@ -71,15 +63,14 @@ class Dataset(Strict):
 
     caption_scores: Literal["words"] | None = None
     """Append the manifest's columns aes, flow and cmotion to captions, in the words of Open-Sora
-    1.3; see docs/data.md. None appends none. With CachedFeatures, to those of held-out clips.
-    """
+    1.3; see docs/data.md. None appends none. With CachedFeatures, to captions of held-out clips."""
 
     remove_caption_prefix: bool = False
     """Remove beginnings of captions such as `The video shows`; with CachedFeatures as above."""
 
     @property
     def captions(self) -> Captions | None:
-        """How captions of a manifest are changed; None if they are not."""
+        """Changes of a manifest's captions; None if there are none."""
         if self.caption_scores is None and not self.remove_caption_prefix:
             return None
         return Captions(self.caption_scores is not None, self.remove_caption_prefix)
@@ -105,19 +96,19 @@ class Dataset(Strict):
 
 def _option_fields() -> dict[str, Any]:
     """The fields of ``Options`` as pydantic reads them: types, defaults and help texts."""
-    types, found = get_type_hints(Options), {}
-    for one in dataclasses.fields(Options):
-        if one.metadata["in_config"]:
-            help_text = one.metadata["help"]
-            found[one.name] = (types[one.name], Field(one.default, description=help_text))
-    return found
+    types, fields = get_type_hints(Options), {}
+    for option in dataclasses.fields(Options):
+        if option.metadata["in_config"]:
+            text = option.metadata["help"]
+            fields[option.name] = (types[option.name], Field(option.default, description=text))
+    return fields
 
 
 _OptionFields: Any = create_model("_OptionFields", __base__=Strict, **_option_fields())
 
 
 class SequenceParallel(_OptionFields):
-    """How ``sp_size`` ranks share a batch: the fields of ``opensora_sp.parallel.Options``."""
+    """Options of ranks that share a batch: the fields of ``opensora_sp.parallel.Options``."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> SequenceParallel:
@@ -140,15 +131,14 @@ class Lora(Strict):
 
     targets: tuple[str, ...] = Field(DEFAULT_TARGETS, min_length=1)
     """Names of linear layers, or patterns of them such as `*.attn.qkv`; the last that matches
-    decides, `!pattern` makes exceptions. By default all layers of all blocks.
-    """
+    decides, `!pattern` makes exceptions. By default all layers of all blocks."""
 
 
-def _named_files(value: Any) -> Any:
+def _named_files(cell: Any) -> Any:
     """``"actions=a.npy;map=b.npy"``, a cell of a prompt file, as a dict."""
-    if not isinstance(value, str):
-        return value
-    pairs = [one.partition("=") for one in value.split(";")]
+    if not isinstance(cell, str):
+        return cell
+    pairs = [pair.partition("=") for pair in cell.split(";")]
     return {name.strip(): path.strip() for name, _, path in pairs}
 
 
@@ -213,16 +203,16 @@ class PromptOptions(Strict):
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Height and width in pixels; None if the prompt has no size of its own."""
+        """Height and width in pixels; None if the prompt has no size."""
         if self.height is not None and self.width is not None:
             return self.height, self.width
         return None if self.resolution is None else frame_size(self.resolution, self.aspect_ratio)
 
 
-def _prompts(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    return [{"prompt": one} if isinstance(one, str) else one for one in value]
+def _prompts(prompts: Any) -> Any:
+    if not isinstance(prompts, list):
+        return prompts
+    return [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 Prompts = Annotated[list[PromptOptions], BeforeValidator(_prompts)]
@@ -233,7 +223,7 @@ class Validation(Strict):
     """Validation ``every`` so many steps: videos of ``prompts``, and the loss of held-out clips.
 
     The loss of the clips of ``manifest`` is measured in ``bins`` of timesteps. Other sampling
-    options are those of the training config, or the scheduler's defaults.
+    options come from the training config, or are the scheduler's defaults.
     """
 
     every: int = Field(ge=1)
@@ -264,7 +254,7 @@ class Validation(Strict):
     """Held-out clips whose loss is measured; None measures none."""
 
     bins: int = Field(10, ge=1)
-    """Timestep bins, each with a loss of its own."""
+    """Timestep bins, each with its loss."""
 
     batch_size: int = Field(1, ge=1)
     """Clips or videos in a batch."""

@@ -5,35 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from opensora_sp.common.importing import nearest
 from opensora_sp.data import Buckets, ClipShape
-from opensora_sp.data.degradation import check_degradation
-from opensora_sp.diffusion import check_mask_ratios, check_mask_types
+from opensora_sp.data.transforms import check_degradation
+from opensora_sp.diffusion.conditioning_frames import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.models.registry import models_for_any_size
 from opensora_sp.parallel.rank_groups import check_degrees
 
-from .common import Common
+from .common import Common, check_input_size
 from .findings import raise_together
-from .geometry import check_input_size
 from .optimizer import Optimizer
-from .sections import (
-    Dataset,
-    Lora,
-    Precision,
-    Validation,
-)
+from .sections import Dataset, Lora, Precision, Validation
 
 
-def _checked_degrees(value: Any) -> Any:
-    check_degrees(value)
-    return value
+def _unchanged(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """A validator that raises as ``check`` does."""
+
+    def validate(content: Any) -> Any:
+        check(content)
+        return content
+
+    return validate
 
 
 Degrees: TypeAlias = int | Literal["auto"] | dict[str, int]
 """Ranks that share a micro-batch: of all, chosen for each, or by the name of its bucket."""
+MaskRatios: TypeAlias = Annotated[dict[str, float], AfterValidator(_unchanged(check_mask_ratios))]
+MaskTypes: TypeAlias = Annotated[dict[str, float], AfterValidator(_unchanged(check_mask_types))]
 
 
 class TrainConfig(Common):
@@ -45,13 +46,12 @@ class TrainConfig(Common):
     ``epochs`` is the length of the run. The watchdog (``runtime``) ends a run that cannot continue.
 
     ``bucket_config`` (see ``data/buckets.py``) is for mixed resolutions and lengths. Then
-    ``num_frames``, ``image_size`` and ``batch_size`` are those of its largest clips, at 16:9.
+    ``num_frames``, ``image_size`` and ``batch_size`` describe its largest clips, at 16:9.
     """
 
-    sp_size: Annotated[Degrees, BeforeValidator(_checked_degrees)] = 1  # type: ignore[assignment]
+    sp_size: Annotated[Degrees, BeforeValidator(_unchanged(check_degrees))] = 1  # type: ignore[assignment]
     """Ranks that share each batch; 1 is no sequence parallelism. "auto" chooses a degree for each
-    micro-batch, {'720p x 102': 4} sets that of buckets and chooses the others.
-    """
+    micro-batch, {'720p x 102': 4} sets the degree of buckets and chooses the others."""
 
     precision: Precision = "bf16"
     """Data type of the model's computation; fp64 is not for training."""
@@ -60,39 +60,32 @@ class TrainConfig(Common):
     """ZeRO stage: 1 shards optimizer states, 2 gradients as well."""
 
     overlap_communication: bool = True
-    """Reduce gradients on a separate CUDA stream during backward; on CPU it is done after backward.
-    """
+    """Reduce gradients on another CUDA stream during backward; on CPU after backward."""
 
     dataset: Dataset
     """Training clips."""
 
     bucket_config: dict[str, dict[int, Any]] | None = None
     """{resolution: {frames: (keep probability, batch size)}}; see docs/data.md. Batch sizes of None
-    are chosen at the start, so that steps fit into memory. None: one shape for all clips.
-    """
+    are chosen at the start, so that steps fit into memory. None: one shape for all clips."""
 
     batch_size: int = Field(1, ge=1)
     """Clips of a micro-batch."""
 
     batch_order: Literal["by_cost", "mixed"] = "by_cost"
     """With buckets: a step takes micro-batches of nearly equal cost, or 'mixed' ones in random
-    order, which are scheduled on the ranks so that all end together; see docs/mixed_sizes.md.
-    """
+    order, which are scheduled on the ranks so that all end together; see docs/mixed_sizes.md."""
 
     micro_batches_per_step: int | None = Field(None, ge=1)
-    """Micro-batches of an optimizer step over all ranks; None is one for each replica, and with
-    `sp_size='auto'` one for each rank.
-    """
+    """Micro-batches of a step over all ranks; None is one per replica, per rank with 'auto'."""
 
     accumulation_steps: int = Field(1, ge=1)
     """Instead of `micro_batches_per_step`: micro-batches of a step for each replica at the first
-    start. Above 1, ranks sum their gradients locally, in fp32, and reduce them once a step.
-    """
+    start. Above 1, ranks sum their gradients locally, in fp32, and reduce them once a step."""
 
     loss_weight: Literal["sample", "micro_batch"] = "sample"
-    """The loss of a step is the mean over its samples, or the mean over its micro-batches of their
-    means, as in Open-Sora's releases; see docs/data.md.
-    """
+    """The loss of a step is the mean over samples, or of the means of micro-batches as in
+    Open-Sora; see docs/data.md."""
 
     num_workers: int = Field(0, ge=0)
     """Data loading processes per rank; 0 loads in the rank itself."""
@@ -113,14 +106,10 @@ class TrainConfig(Common):
     """Optimizer and its options."""
 
     freeze: tuple[str, ...] = ()
-    """Patterns of parameters that are not trained, such as `y_embedder.*`; `!pattern` makes
-    exceptions.
-    """
+    """Patterns of frozen parameters, such as `y_embedder.*`; `!pattern` makes exceptions."""
 
     lora: Lora | None = None
-    """Train low-rank adapters of the weights of `load`, and save these alone; see docs/lora.md.
-    None trains the weights themselves.
-    """
+    """Train and save low-rank adapters of the weights of `load`; None trains the weights."""
 
     grad_clip: float = Field(0.0, ge=0)
     """Largest global norm of the gradients; 0 is no clipping."""
@@ -128,8 +117,7 @@ class TrainConfig(Common):
     grad_checkpoint: bool | int | Literal["auto", "offload"] = False
     """Gradient checkpointing: recompute activations in backward to save memory. True for all
     blocks, a number for as many, "auto" for as little as the device's memory allows. "offload"
-    also keeps the blocks' inputs in pinned host memory, which "auto" does where nothing else fits.
-    """
+    also keeps the blocks' inputs in host memory, which "auto" does where nothing else fits."""
 
     deterministic: bool = False
     """Deterministic CUDA kernels: the same step gives the same bits, but is slower."""
@@ -138,9 +126,7 @@ class TrainConfig(Common):
     """Decay of the EMA weights per step."""
 
     ema_warmup: bool = True
-    """The decay grows with the step up to `ema_decay`, so that the first steps are forgotten. False
-    is the release's way: `ema_decay` from the first step on.
-    """
+    """The decay grows with the step up to `ema_decay`; False as in Open-Sora: it is constant."""
 
     log_every: int = Field(1, ge=1)
     """Steps between log lines."""
@@ -161,24 +147,19 @@ class TrainConfig(Common):
     """Folder of the run."""
 
     load: str | None = None
-    """Initial weights: a run, a checkpoint, a folder, a file, or a name on the hub,
-    `owner/model` or `owner/model@revision`; None initialises them randomly.
-    """
+    """Initial weights: a run, a checkpoint, a folder, a file, or a name on the hub, with
+    `@revision`; None initialises them randomly."""
 
-    mask_ratios: dict[str, float] | None = None
-    """Probability of each strategy of conditioning frames; see docs/data.md. None: no conditioning
-    frames.
-    """
+    mask_ratios: MaskRatios | None = None
+    """Probability of each strategy of conditioning frames; see docs/data.md. None: none."""
 
-    mask_types: dict[str, float] | None = None
+    mask_types: MaskTypes | None = None
     """Weight of each kind of conditioning frames of a model with `use_cond`, drawn for a
-    micro-batch, as in Open-Sora 1.3; see docs/concepts/masks.md. None: none.
-    """
+    micro-batch, as in Open-Sora 1.3; see docs/concepts/masks.md. None: none."""
 
     noise_augmentation: bool = False
     """Degrade the latents that noise is added to, by `noise_prob` and `noise_strength`, and predict
-    the true ones, as in Open-Sora 1.3; see docs/data.md.
-    """
+    the true ones, as in Open-Sora 1.3; see docs/data.md."""
 
     noise_prob: dict[str, float] | None = None
     """With `noise_augmentation`: probability of each kind of degradation of a clip."""
@@ -199,22 +180,17 @@ class TrainConfig(Common):
     """Peak throughput of one device in TFLOP/s, for the MFU; None looks the device up."""
 
     max_bad_steps: int = Field(10, ge=1)
-    """Consecutive steps with a non-finite loss or gradient that end the run; each such step is
-    skipped.
-    """
+    """Consecutive steps with a non-finite loss or gradient, which are skipped, that end the run."""
 
     check_sync_every: int = Field(100, ge=0)
     """Steps between comparisons of weights and batches across ranks; 0 is off. Every 100 steps they
-    take less than 0.1% of the time: each reads the weights once and sends 24 bytes to each rank.
-    """
+    take less than 0.1% of the time: each reads the weights once and sends 24 bytes to each rank."""
 
     peer_timeout: float = Field(60.0, ge=5)
     """Seconds without a heartbeat of another rank after which a rank ends."""
 
     collective_timeout: float = Field(1800.0, gt=0)
-    """Seconds after which a collective that some rank has not joined ends the run; process groups
-    time out 60 s later.
-    """
+    """Seconds after which a collective that some rank has not joined ends the run."""
 
     grace_time: float = Field(300.0, gt=0)
     """Seconds for the last two steps and a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C."""
@@ -229,20 +205,19 @@ class TrainConfig(Common):
             return values
 
         largest = Buckets.of(values["bucket_config"]).largest
-        _, *size = largest.shape_at(9 / 16)
         sizes = {
             "num_frames": largest.num_frames,
-            "image_size": tuple(size),
+            "image_size": tuple(largest.shape_at(9 / 16)[1:]),
             "batch_size": largest.batch_size or 1,
         }
 
         conflicts = []
         for key in (*sizes, "resolution", "aspect_ratio"):
-            value = values.get(key)
-            value = tuple(value) if isinstance(value, list) else value
-            if value is not None and value != sizes.get(key):
+            size = values.get(key)
+            size = tuple(size) if isinstance(size, list) else size
+            if size is not None and size != sizes.get(key):
                 conflicts.append(
-                    f"got {key} {value!r} beside bucket_config; expected sizes in one place; "
+                    f"got {key} {size!r} with bucket_config; expected sizes in one place; "
                     f"remove {key}, or set bucket_config to None"
                 )
         raise_together(*conflicts)
@@ -250,15 +225,13 @@ class TrainConfig(Common):
 
     @property
     def schedules_groups(self) -> bool:
-        """Whether the micro-batches of a step are scheduled on groups of ranks
-        (``data/schedule.py``).
-        """
+        """True if the micro-batches of a step are scheduled on groups of ranks."""
         is_mixed = self.bucket_config is not None and self.batch_order == "mixed"
         return is_mixed or not isinstance(self.sp_size, int)
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whether ranks sum gradients by themselves and reduce them once a step."""
+        """True if ranks sum gradients by themselves and reduce them once a step."""
         return self.schedules_groups or self.accumulation_steps > 1
 
     def micro_batches(self, replicas: int) -> int:
@@ -324,9 +297,9 @@ class TrainConfig(Common):
     def _buckets_fit(self) -> None:
         fitting = "VideoText" if self.bucket_config is None else "VariableVideoText"
         if self.dataset.type not in (fitting, "CachedFeatures"):
-            found = "without" if self.bucket_config is None else "with"
+            given = "without" if self.bucket_config is None else "with"
             raise ValueError(
-                f"got dataset.type {self.dataset.type!r} {found} bucket_config; "
+                f"got dataset.type {self.dataset.type!r} {given} bucket_config; "
                 "expected 'VariableVideoText' with buckets, 'VideoText' without; change one of them"
             )
 
@@ -352,20 +325,6 @@ class TrainConfig(Common):
                     f"got the bucket {name!r} in sp_size; expected one of {known}; "
                     f"{nearest(name, known)}"
                 )
-
-    @field_validator("mask_ratios")
-    @classmethod
-    def _mask_ratios(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value is not None:
-            check_mask_ratios(value)
-        return value
-
-    @field_validator("mask_types")
-    @classmethod
-    def _mask_types(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value is not None:
-            check_mask_types(value)
-        return value
 
     def _condition_fits(self) -> None:
         if self.mask_types is None:

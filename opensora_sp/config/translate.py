@@ -8,21 +8,15 @@ from typing import Any
 
 from opensora_sp.models.registry import PRESETS
 
-from .draft import Draft, key_of
+from .draft import Draft, Run, is_option, key_of
 from .findings import raise_together
-from .legacy import AUTOENCODER, FAMILIES, RULES, Rule, Run
+from .legacy import AUTOENCODER, FAMILIES, RULES, Rule
 
 # Keys that only Open-Sora's configs have.
-FOREIGN = (
-    "plugin",
-    "dtype",
-    "lr",
-    "save_dir",
-    "multi_resolution",
-    "model.enable_flash_attn",
-    "model.enable_flashattn",
-    "model.enable_layernorm_kernel",
-)
+FOREIGN = {
+    *("plugin", "dtype", "lr", "save_dir", "multi_resolution"),
+    *("model.enable_flash_attn", "model.enable_flashattn", "model.enable_layernorm_kernel"),
+}
 
 
 def translate(draft: Draft, run: Run) -> None:
@@ -31,9 +25,10 @@ def translate(draft: Draft, run: Run) -> None:
     Raises:
         ValueError: with all keys that cannot be translated, each with what to write instead.
     """
-    draft.foreign = any(key in draft and not _is_option(draft.origin(key)) for key in FOREIGN)
+    draft.run = run
+    draft.foreign = any(key in draft and not is_option(draft.origin(key)) for key in FOREIGN)
     # Before translation: what it derives from an option has the option's origin.
-    draft.overridden = frozenset(key for key, one in draft.origins.items() if _is_option(one))
+    draft.overridden = frozenset(key for key, origin in draft.origins.items() if is_option(origin))
     raise_together(*(partial(_apply, rule, draft) for rule in RULES if rule.run in (None, run)))
     _move_into_prompts(draft)
 
@@ -51,39 +46,34 @@ def check_family(draft: Draft) -> None:
             )
 
 
-def _is_option(origin: str | None) -> bool:
-    """Whether a value was set on the command line."""
-    return (origin or "").startswith("--")
-
-
 def _apply(rule: Rule, draft: Draft) -> None:
     if rule.old not in draft or (rule.when is not None and not rule.when(draft)):
         return
 
-    value, origin = draft.get(rule.old), draft.origin(rule.old) or ""
+    setting, origin = draft.get(rule.old), draft.origin(rule.old) or ""
     # Of the same type as well: 0 is not False.
-    if repr(value) in map(repr, rule.inert):
+    if repr(setting) in map(repr, rule.inert):
         draft.pop(rule.old)
         return
 
-    _check_refused(rule, value, origin)
+    _check_refused(rule, setting, origin)
     if rule.new is None:
         draft.pop(rule.old)
         draft.notes.append(f"{origin}: {rule.old} has no effect here: {rule.note}")
         return
 
     # A value outside the table is one of ours.
-    if rule.new == rule.old and isinstance(rule.value, Mapping) and not _known(rule.value, value):
+    if rule.new == rule.old and isinstance(rule.value, Mapping) and not _known(rule.value, setting):
         return
-    _move(rule, rule.new, value, origin, draft)
+    _move(rule, rule.new, setting, origin, draft)
 
 
-def _move(rule: Rule, new: str, value: Any, origin: str, draft: Draft) -> None:
-    """Replace ``rule.old`` by the new key and its value, and by what Open-Sora sets implicitly."""
-    changed = _changed(rule, value, draft, origin)
+def _move(rule: Rule, new: str, setting: Any, origin: str, draft: Draft) -> None:
+    """Replace ``rule.old`` by the new key, and by what Open-Sora sets implicitly."""
+    changed = _changed(rule, setting, draft, origin)
     also = {} if rule.also is None else rule.also(changed, draft)
     also = {key: more for key, more in also.items() if _is_free(key, draft)}
-    if new == rule.old and changed == value and not also and rule.when is None:
+    if new == rule.old and changed == setting and not also and rule.when is None:
         return
 
     draft.pop(rule.old)
@@ -97,47 +87,47 @@ def _move(rule: Rule, new: str, value: Any, origin: str, draft: Draft) -> None:
         draft.set(new, changed, f"{origin} ({rule.old})")
     else:
         draft.notes.append(
-            f"{origin}: {rule.old} = {value!r} gives way to {new} [{draft.origin(new)}]"
+            f"{origin}: {rule.old} = {setting!r} gives way to {new} [{draft.origin(new)}]"
         )
         return
-    draft.notes.append(_note(rule, value, changed, also, origin))
+    draft.notes.append(_note(rule, setting, changed, also, origin))
 
 
-def _check_refused(rule: Rule, value: Any, origin: str) -> None:
+def _check_refused(rule: Rule, setting: Any, origin: str) -> None:
     refused = rule.refused
-    instead = refused.get(str(value)) if isinstance(refused, Mapping) else refused
+    instead = refused.get(str(setting)) if isinstance(refused, Mapping) else refused
     if instead is not None:
         raise ValueError(
-            f"got {rule.old} = {value!r} of Open-Sora; expected a key that can be translated; "
+            f"got {rule.old} = {setting!r} of Open-Sora; expected a key that can be translated; "
             f"{instead} [{origin}]"
         )
 
 
-def _changed(rule: Rule, value: Any, draft: Draft, origin: str) -> Any:
+def _changed(rule: Rule, setting: Any, draft: Draft, origin: str) -> Any:
     if callable(rule.value):
         try:
-            return rule.value(value, draft)
+            return rule.value(setting, draft)
         except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise ValueError(
-                f"got {rule.old} = {value!r} ({error}); expected a value of Open-Sora's; correct "
+                f"got {rule.old} = {setting!r} ({error}); expected a value of Open-Sora's; correct "
                 f"it [{origin}]"
             ) from None
     if rule.value is None:
-        return value
-    if not _known(rule.value, value):
+        return setting
+    if not _known(rule.value, setting):
         raise ValueError(
-            f"got {rule.old} = {value!r}; expected one of {list(rule.value)}; choose one, or set "
+            f"got {rule.old} = {setting!r}; expected one of {list(rule.value)}; choose one, or set "
             f"{rule.new} instead [{origin}]"
         )
-    return rule.value[value]
+    return rule.value[setting]
 
 
-def _known(table: Mapping[Any, Any], value: Any) -> bool:
-    return isinstance(value, (str, bool, int)) and value in table
+def _known(table: Mapping[Any, Any], setting: Any) -> bool:
+    return isinstance(setting, (str, bool, int)) and setting in table
 
 
 def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
-    """Whether the value may be moved: the new key is free, or the old one is on the command line.
+    """True if the value may be moved: the new key is free, or the old one is on the command line.
 
     Conversions and frozen parameters are added to others, but in a file not to an option's.
 
@@ -147,26 +137,26 @@ def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
     if _is_free(new, draft):
         return True
     if new in ("freeze", "convert"):
-        return _is_option(origin) or key_of(new) not in draft.overridden
+        return is_option(origin) or key_of(new) not in draft.overridden
     there = draft.origin(new)
-    if _is_option(origin) == _is_option(there) and not rule.yields:
+    if is_option(origin) == is_option(there) and not rule.yields:
         raise ValueError(
             f"got both {rule.old} [{origin}] and {new} [{there}]; expected one of them; "
             f"remove {rule.old}"
         )
-    return _is_option(origin) and not _is_option(there)
+    return is_option(origin) and not is_option(there)
 
 
 def _is_free(key: str, draft: Draft) -> bool:
-    """Whether nothing is set; on the command line, None is a value."""
+    """True if nothing is set; on the command line, None is a value."""
     return draft.get(key) is None and key_of(key) not in draft.overridden
 
 
-def _note(rule: Rule, value: Any, changed: Any, also: dict[str, Any], origin: str) -> str:
-    parts = [f"{rule.old} = {value!r}"]
+def _note(rule: Rule, setting: Any, changed: Any, also: dict[str, Any], origin: str) -> str:
+    parts = [f"{rule.old} = {setting!r}"]
     if rule.new != rule.old:
         parts.append(f"is {rule.new} = {changed!r} here")
-    elif changed != value:
+    elif changed != setting:
         parts.append(f"is {changed!r} here")
     if also:
         parts.append("with " + ", ".join(f"{key} = {more!r}" for key, more in also.items()))

@@ -3,25 +3,16 @@
 from .bucket_plan import BucketPlan
 from .buckets import Buckets
 from .cache import CachedClip, CachedFeatures
-from .dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
-from .extra_files import ExtraFiles
-from .index import find_files, index_files, read_captions
+from .dataset import Clip, ClipShape, CorruptSample, ExtraFiles, Sample, VideoTextDataset
+from .index import find_files, index_files
 from .limits import Limits
-from .loader import LoadedBatch, StepBatches, StepLoader
+from .loader import StepLoader
 from .manifest import Entry, Manifest, write_manifest
-from .sampler import (
-    BatchPlan,
-    MicroBatch,
-    MicroBatchPlan,
-    ReadRequest,
-    ReplicaBatches,
-    micro_batches_of,
-    snake_order,
-)
-from .schedule import Assigned, ScheduledBatches, busy_seconds
-from .toy import ToyClip, is_held_out, toy_clip
-from .transforms import resize_and_crop, scale, to_clip, to_frames
-from .video import count_frames, read_frames, read_video, write_video
+from .sampler import BatchPlan, MicroBatch, MicroBatchPlan, ReadRequest, ReplicaBatches
+from .schedule import Assigned, ScheduledBatches
+from .toy import toy_clip
+from .transforms import scale, to_clip, to_frames
+from .video import read_frames, read_video, write_video
 
 __all__ = [
     "Assigned",
@@ -36,7 +27,6 @@ __all__ = [
     "Entry",
     "ExtraFiles",
     "Limits",
-    "LoadedBatch",
     "Manifest",
     "MicroBatch",
     "MicroBatchPlan",
@@ -44,22 +34,13 @@ __all__ = [
     "ReplicaBatches",
     "Sample",
     "ScheduledBatches",
-    "StepBatches",
     "StepLoader",
-    "ToyClip",
     "VideoTextDataset",
-    "busy_seconds",
-    "count_frames",
     "find_files",
     "index_files",
-    "is_held_out",
-    "micro_batches_of",
-    "read_captions",
     "read_frames",
     "read_video",
-    "resize_and_crop",
     "scale",
-    "snake_order",
     "to_clip",
     "to_frames",
     "toy_clip",

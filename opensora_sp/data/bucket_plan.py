@@ -2,9 +2,9 @@
 
 In each epoch, every clip is assigned to a bucket or dropped (``Buckets``). Each bucket is shuffled
 and cut into micro-batches, the last of which may be smaller. In the order ``by_cost``, all
-micro-batches are sorted by cost and cut into steps, and the steps are shuffled: those of a step
-cost about the same. In the order ``mixed``, all micro-batches are shuffled and cut into steps, so
-that a step has the mix of the set.
+micro-batches are sorted by cost and cut into steps, and the steps are shuffled, so that the
+micro-batches of a step cost about the same. In the order ``mixed``, all micro-batches are shuffled
+and cut into steps, so that a step has the mix of the set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class EntryCounts(NamedTuple):
-    """What an epoch has of a bucket entry."""
+    """Clips, micro-batches and shapes of a bucket entry in an epoch."""
 
     clips: int
     micro_batches: int
@@ -109,6 +109,7 @@ class BucketPlan:
         sizes, inverse = np.unique(np.stack([self.height, self.width]), axis=1, return_inverse=True)
         self.sizes, self.size_of_clip = sizes.T, inverse.reshape(-1)  # [U, 2], [N]
 
+        # Two, since workers read ahead into the next epoch.
         self.epoch = lru_cache(maxsize=2)(self._epoch)
         # First step of each epoch so far, and of the next one.
         self._starts = [0]
@@ -121,7 +122,7 @@ class BucketPlan:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of what the sequence depends on beside the seed, to be compared on resume."""
+        """A checksum of all that the sequence depends on but the seed, to be compared on resume."""
         options = repr((self.frame_interval, self.buckets.entries)).encode()
         columns = (self.num_frames, self.height, self.width)
         return f"{zlib.crc32(options + b''.join(c.tobytes() for c in columns)):08x}"
@@ -193,6 +194,7 @@ class BucketPlan:
         batches: list[Batch] = []
         counts: dict[int, EntryCounts] = {}
         members: dict[ClipShape, np.ndarray] = {}
+        # Entries in their fixed order: each draws from the generator where the one before ended.
         for index, entry in enumerate(self.buckets.entries):
             if not entry.batch_size:
                 continue
@@ -205,6 +207,7 @@ class BucketPlan:
                     part = tuple(shuffled[first : first + entry.batch_size])
                     batches.append(Batch(shape, part, self.cost(shape, len(part)), entry.name))
             counts[index] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
+
         steps = cut_into_steps(batches, rng, self.batch_order, self.micro_batches_per_step)
         return Epoch(number, entry_of_clip, steps, members, counts)
 
@@ -224,6 +227,7 @@ class BucketPlan:
 
     def _by_shape(self, entry: BucketEntry, clips: np.ndarray) -> dict[ClipShape, np.ndarray]:
         """The clips of an entry, divided by their aspect ratio."""
+        # Sets have far fewer sizes than clips.
         sizes, inverse = np.unique(self.size_of_clip[clips], return_inverse=True)
         shapes = [entry.shape_at(height / width) for height, width in self.sizes[sizes]]
         known = sorted(set(shapes))
@@ -238,6 +242,7 @@ def cut_into_steps(
 
     By cost, ties and steps are shuffled. Of mixed steps, the last one may be smaller.
     """
+    # Sorting is stable, so this shuffles ties.
     ordered = [batches[index] for index in rng.permutation(len(batches))]
     if order == "by_cost":
         ordered.sort(key=lambda batch: -batch.cost)

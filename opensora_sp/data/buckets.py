@@ -4,8 +4,8 @@
 and frames to (keep probability, batch size). A clip is assigned to the largest resolution that it
 has at least 0.8 of the pixels of, and there to the largest number of frames that it is longer than.
 It is kept there with the keep probability; if not, it tries the next resolution. Of a pair of
-probabilities, the second is that of using this number of frames at all. A batch size of None is
-chosen when training starts (``training/memory_fit.py``).
+probabilities, the second decides whether this number of frames is used at all. A batch size of
+None is chosen when training starts (``training/memory_fit.py``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BucketEntry(NamedTuple):
         return f"{self.resolution} x {self.num_frames}"
 
     def fits(self, num_frames: np.ndarray, interval: int) -> np.ndarray:
-        """Whether files of so many frames are long enough, bool; see ``Buckets.assign``."""
+        """True where files of so many frames are long enough; see ``Buckets.assign``."""
         fits: np.ndarray = num_frames > self.num_frames * interval
         return num_frames == 1 if self.num_frames == 1 else fits
 
@@ -74,7 +74,8 @@ class Buckets:
             ValueError: naming the entry that cannot be used.
         """
         is_mapping = isinstance(config, Mapping) and len(config) > 0
-        if not is_mapping or not all(isinstance(one, Mapping) and one for one in config.values()):
+        parts = config.values() if is_mapping else [None]
+        if not all(isinstance(by_frames, Mapping) and by_frames for by_frames in parts):
             raise ValueError(
                 f"got bucket_config {config!r}; expected for example {{'240p': {{51: (1.0, 4)}}}}; "
                 "add a bucket"
@@ -88,8 +89,8 @@ class Buckets:
 
         entries = []
         for resolution in sorted(config, key=num_pixels, reverse=True):
-            for num_frames, value in sorted(config[resolution].items(), reverse=True):
-                entries.append(_entry(resolution, num_frames, value))
+            for num_frames, entry in sorted(config[resolution].items(), reverse=True):
+                entries.append(_entry(resolution, num_frames, entry))
         if not any(entry.keep for entry in entries):
             raise ValueError(
                 "got a bucket_config that keeps no clip; expected a keep probability over 0; raise "
@@ -138,6 +139,7 @@ class Buckets:
         for first, last in self._resolutions():
             enough = pixels >= MIN_PIXEL_SHARE * num_pixels(self.entries[first].resolution)
             candidates = (assigned < 0) & enough
+            # Until an entry of this resolution is long enough for it.
             assigned[candidates & (assigned == SMALL)] = SHORT
 
             for number in range(first, last):
@@ -156,30 +158,19 @@ class Buckets:
     def possible(
         self, num_frames: np.ndarray, height: np.ndarray, width: np.ndarray, *, interval: int
     ) -> list[int]:
-        """Numbers of the entries that ``assign`` gives some clip, with any draws.
+        """Numbers of the entries that some clip is large and long enough for.
+
+        Keep probabilities and larger resolutions may leave an entry without clips all the same.
 
         Args:
             num_frames, height, width, interval: as of ``assign``.
         """
-        pixels, found = height * width, []
-        # Clips that no larger resolution is certain to keep.
-        free = np.ones(len(pixels), dtype=bool)
-        for first, last in self._resolutions():
-            enough = pixels >= MIN_PIXEL_SHARE * num_pixels(self.entries[first].resolution)
-            # Those that no entry is certain to take, and those that one may take and not keep.
-            candidates, passed_on = free & enough, np.zeros_like(free)
-
-            for number in range(first, last):
-                entry = self.entries[number]
-                tries = candidates & entry.fits(num_frames, interval)
-                if entry.keep and tries.any():
-                    found.append(number)
-                if entry.keep < 1:
-                    passed_on |= tries
-                if entry.keep_frames in (None, 1):
-                    candidates &= ~tries
-            free &= ~enough | candidates | passed_on
-        return found
+        pixels, numbers = height * width, []
+        for number, entry in enumerate(self.entries):
+            is_large_enough = pixels >= MIN_PIXEL_SHARE * num_pixels(entry.resolution)
+            if entry.keep and (is_large_enough & entry.fits(num_frames, interval)).any():
+                numbers.append(number)
+        return numbers
 
     def _resolutions(self) -> Iterator[tuple[int, int]]:
         """The entries ``[first, last)`` of each resolution."""
@@ -215,7 +206,7 @@ def with_batch_sizes(
     return changed
 
 
-def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
+def _entry(resolution: str, num_frames: Any, pair: Any) -> BucketEntry:
     where = f"bucket_config[{resolution!r}][{num_frames!r}]"
     if not isinstance(num_frames, int) or num_frames < 1:
         raise ValueError(
@@ -225,26 +216,25 @@ def _entry(resolution: str, num_frames: Any, value: Any) -> BucketEntry:
         "write (probability, batch size), or ((probability, probability of these frames), batch "
         "size); a batch size of None is chosen at the start"
     )
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(f"got {where} = {value!r}; expected a pair; {usage}")
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"got {where} = {pair!r}; expected a pair; {usage}")
 
-    keep, batch_size = value
+    keep, batch_size = pair
     is_pair = isinstance(keep, (tuple, list)) and len(keep) == 2
     probabilities = list(keep) if is_pair else [keep]
     for probability in probabilities:
         if not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
-            raise ValueError(
-                f"got {where} = {value!r}; expected probabilities from 0 to 1; {usage}"
-            )
+            raise ValueError(f"got {where} = {pair!r}; expected probabilities from 0 to 1; {usage}")
     if is_pair and num_frames == 1:
         raise ValueError(
-            f"got {where} = {value!r}; expected one probability for images, which have one length; "
+            f"got {where} = {pair!r}; expected one probability for images, which have one length; "
             f"{usage}"
         )
 
     keep, keep_frames = probabilities if is_pair else (*probabilities, None)
+    # Open-Sora has batch sizes of None there.
     if not keep:
         return BucketEntry(resolution, num_frames, 0.0, keep_frames, 0)
     if batch_size is not None and not (isinstance(batch_size, int) and batch_size >= 1):
-        raise ValueError(f"got {where} = {value!r}; expected a batch size of at least 1; {usage}")
+        raise ValueError(f"got {where} = {pair!r}; expected a batch size of at least 1; {usage}")
     return BucketEntry(resolution, num_frames, float(keep), keep_frames, batch_size)

@@ -6,7 +6,6 @@ Legend: c latent channels, f x h x w latent size, W width of text features.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ from .cache_files import (
     MANIFEST,
     DamagedRecordError,
     Key,
-    Shard,
     damaged_index,
     damaged_record,
     extra_name,
@@ -31,11 +29,8 @@ from .cache_files import (
     read_record,
     text_name,
 )
-from .dataset import ClipShape, CorruptSample, Sample
-from .extra_files import ExtraFiles
+from .dataset import ClipShape, CorruptSample, ExtraFiles, Sample
 from .manifest import Manifest
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,18 +78,6 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise damaged_index(self.folder, repr(error)) from None
 
-        # A former version wrote no checksums, into no shard and not into the index.
-        names = self.index["shards"]
-        self._without_checksums = set(self.index.get("without_checksums", names))
-        if self._without_checksums:
-            logger.warning(
-                "%d of the %d shards of the feature cache %s are of a former version, without "
-                "checksums: damage to them is not noticed; to have them checked, make it again",
-                len(self._without_checksums),
-                len(names),
-                self.folder,
-            )
-
     def _read_columns(self) -> None:
         self.sizes: dict[ClipShape, tuple[int, int, int]] = {}
         self._latents: dict[ClipShape, LatentColumns] = {}
@@ -111,19 +94,14 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
                 raise ValueError(f"{len(columns.fps)} frame rates of {len(columns.clips)} clips")
             self._latents[shape] = columns
 
+        # A clip without its caption would be found in the middle of a training.
         texts = self.index["texts"]
         self._shard_numbers(texts)
         for columns in self._latents.values():
             if not np.isin(columns.clips, np.array(texts["clips"], np.int64)).all():
                 raise ValueError("clips without features of their captions")
         self._text_shards = dict(zip(texts["clips"], texts["shards"], strict=True))
-        self._text_lengths: dict[int, int] = {}
-        if "tokens" in texts:
-            self._text_lengths = dict(zip(texts["clips"], texts["tokens"], strict=True))
-        else:
-            # An index of a former version, which did not hold them.
-            for name in self.index["shards"]:
-                self._text_lengths |= Shard.read(self.folder / name).texts
+        self._text_lengths = dict(zip(texts["clips"], texts["tokens"], strict=True))
 
         self.corrupt: dict[Key, CorruptSample] = {}
         for clip, shape_text, file, reason in self.index["broken"]:
@@ -139,19 +117,13 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """``Manifest.fingerprint`` of the manifest that the cache was made of.
-
-        A cache of a former version knows it without the paths: its own are absolute.
-        """
-        columns: dict[str, str] | None = self.index.get("manifest_columns")
-        if columns is None:
-            columns = {**self.rows.fingerprint}
-            del columns["path"]
+        """``Manifest.fingerprint`` of the manifest that the cache was made of."""
+        columns: dict[str, str] = self.index["manifest_columns"]
         return columns
 
     @property
     def index_digest(self) -> str:
-        """A digest of the index, and with it of all that the cache holds."""
+        """A digest of the index, and with it of all content of the cache."""
         return hashlib.sha256((self.folder / INDEX).read_bytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -165,7 +137,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
     def text_length(self, clip: int) -> int:
         """Tokens of a clip's caption; 0 for a clip that could not be read in any shape."""
-        return self._text_lengths.get(clip, 0)
+        return int(self._text_lengths.get(clip, 0))
 
     def __getitem__(self, sample: Sample) -> CachedClip | CorruptSample:
         corrupt = self.corrupt.get((sample.clip, sample.shape))
@@ -189,23 +161,21 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
     def _read_extra(self, number: int, key: Key) -> dict[str, Tensor]:
         """The further inputs of a clip, float32, by name."""
-        found = {}
+        inputs = {}
         shapes = {} if self.extra is None else self.extra.shapes_of(key[1])
         for name, shape in shapes.items():
             record = extra_name(key, name)
-            found[name] = self._read(number, record).float()
-            if found[name].shape != shape:
-                raise self._of_another_shape(number, record, found[name])
-        return found
+            inputs[name] = self._read(number, record).float()
+            if inputs[name].shape != shape:
+                raise self._of_another_shape(number, record, inputs[name])
+        return inputs
 
     def _of_another_shape(self, number: int, name: str, record: Tensor) -> DamagedRecordError:
         path = self.folder / self.index["shards"][number]
         return damaged_record(path, name, f"its shape is {tuple(record.shape)}")
 
     def _read(self, number: int, name: str, frames: slice | None = None) -> Tensor:
-        shard = self.index["shards"][number]
-        check = shard not in self._without_checksums
-        return read_record(self.folder / shard, name, frames, check=check)
+        return read_record(self.folder / self.index["shards"][number], name, frames)
 
 
 def _find(clips: np.ndarray, clip: int) -> int:

@@ -14,8 +14,6 @@ and the clips that could not be read (``broken``), so the index can always be re
 shards. Numbers are kept in 16 bits where that loses nothing. The JSON of header and index holds a
 checksum of itself.
 
-Files of former versions have no checksums. An index lists the shards that it knows to be without.
-
 Legend: c latent channels, f x h x w latent size, W width of text features.
 """
 
@@ -27,7 +25,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,17 +48,43 @@ class DamagedRecordError(ValueError):
     """A record of a feature cache is not what was written. Unlike a corrupt clip, it ends a run."""
 
 
+class FileState(NamedTuple):
+    """Bytes, time of the last change in ns, and CRC-32 of a file."""
+
+    size: int
+    changed_at: int
+    checksum: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """The state of a file now."""
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, file_checksum(path))
+
+    def is_of(self, path: Path) -> bool:
+        """True if a file has this content, or cannot be read now.
+
+        A file is read only where its time differs, as the time of a copy does.
+        """
+        try:
+            status = path.stat()
+            if status.st_size != self.size:
+                return False
+            return status.st_mtime_ns == self.changed_at or file_checksum(path) == self.checksum
+        except OSError:
+            return True
+
+
 @dataclass(frozen=True)
 class Shard:
     """The header of one shard file."""
 
     path: Path
+    made_of: dict[str, Any]  # the fingerprint
     fps: dict[Key, float]
+    files: dict[Key, list[FileState]]  # states of the files that were read
     texts: dict[int, int]  # tokens of each clip's caption
     corrupt: dict[Key, tuple[str, str]]  # path and reason
-    made_of: dict[str, Any]  # the fingerprint; empty in files of former versions
-    files: dict[Key, list[list[int]]]  # their states; of former versions none
-    has_checksums: bool
 
     @classmethod
     def read(cls, path: Path) -> Shard:
@@ -75,36 +99,37 @@ class Shard:
         try:
             with safe_open(path, "pt") as file:
                 header = parse_json(file.metadata()["clips"], f"the header of {path}")
+                # From shapes alone: no tensor is read.
                 for name in file.keys():
                     if name.startswith("text/"):
                         texts[int(name.split("/")[1])] = file.get_slice(name).get_shape()[0]
 
-            has_checksums = is_sealed(header)
+            check_seal(header)
             for clip, shape, rate in header["fps"]:
                 fps[clip, parse_shape(shape)] = rate
-            for clip, shape, states in header.get("files", []):
-                files[clip, parse_shape(shape)] = states
+            for clip, shape, states in header["files"]:
+                files[clip, parse_shape(shape)] = [FileState(*state) for state in states]
             for clip, shape, source, reason in header["broken"]:
                 corrupt[clip, parse_shape(shape)] = source, reason
+            return cls(path, header["made_of"], fps, files, texts, corrupt)
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
                 "cache; remove it and run opensora-sp precompute again"
             ) from None
-        return cls(path, fps, texts, corrupt, header.get("made_of", {}), files, has_checksums)
 
 
 @dataclass
 class ShardContent:
-    """What one shard file holds: latents by clip and shape, captions' features by clip.
+    """Content of one shard file: latents by clip and shape, captions' features by clip.
 
-    ``extra`` are further inputs of a model, by name; ``files`` the states of what was read.
+    ``extra`` are further inputs of a model, by name; ``files`` the states of the files read.
     """
 
     made_of: dict[str, Any]
     latents: dict[Key, Tensor] = field(default_factory=dict)
     fps: dict[Key, float] = field(default_factory=dict)
-    files: dict[Key, list[list[int]]] = field(default_factory=dict)
+    files: dict[Key, list[FileState]] = field(default_factory=dict)
     texts: dict[int, Tensor] = field(default_factory=dict)
     extra: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
     corrupt: dict[Key, tuple[str, str]] = field(default_factory=dict)
@@ -168,18 +193,16 @@ def checksums(name: str, record: Tensor, first: int = 0) -> list[int]:
         first: the number of the record's first frame, where it is a part of the latents.
     """
     parts = record.unbind(1) if name.startswith("latents/") else [record]
-    found = []
+    sums = []
     for number, part in enumerate(parts, first):
+        # Of the name as well, so that exchanged records are noticed.
         start = zlib.crc32(f"{name} {number} {part.dtype} {tuple(part.shape)}".encode())
-        found.append(zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start))
-    return found
+        sums.append(zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start))
+    return sums
 
 
-def read_record(path: Path, name: str, frames: slice | None = None, *, check: bool) -> Tensor:
+def read_record(path: Path, name: str, frames: slice | None = None) -> Tensor:
     """A record of a shard, or some frames of latents.
-
-    Args:
-        check: compare its checksums; files of former versions have none.
 
     Raises:
         DamagedRecordError: if the shard cannot be read, or has another record than was written.
@@ -190,12 +213,12 @@ def read_record(path: Path, name: str, frames: slice | None = None, *, check: bo
         with safe_open(path, "pt") as file:
             record: Tensor
             record = file.get_tensor(name) if frames is None else file.get_slice(name)[:, frames]
-            written = file.get_tensor(f"{CHECKSUM}/{name}").tolist() if check else []
+            written = file.get_tensor(f"{CHECKSUM}/{name}").tolist()
     except (SafetensorError, OSError, LookupError, TypeError) as error:
         raise damaged_record(path, name, str(error)) from None
 
     first, stop = (0, None) if frames is None else (frames.start, frames.stop)
-    if check and checksums(name, record, first) != written[first:stop]:
+    if checksums(name, record, first) != written[first:stop]:
         raise damaged_record(path, name, "its checksum differs")
     return record
 
@@ -211,31 +234,15 @@ def damaged_record(path: Path, name: str, reason: str) -> DamagedRecordError:
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
     """JSON content with a checksum of itself."""
-    return {**content, CHECKSUM: _checksum(content)}
+    text = json.dumps(content, sort_keys=True)
+    return {**content, CHECKSUM: zlib.crc32(text.encode())}
 
 
-def is_sealed(content: dict[str, Any]) -> bool:
-    """Whether content has a checksum, which that of a former version has not.
-
-    Raises:
-        ValueError: if the content is not the one that the checksum was made of.
-    """
-    if CHECKSUM not in content:
-        return False
-    own = {key: value for key, value in content.items() if key != CHECKSUM}
-    if content[CHECKSUM] != _checksum(own):
+def check_seal(content: dict[str, Any]) -> None:
+    """Raise ValueError unless the content is the one that its checksum was made of."""
+    unsealed = {key: content[key] for key in content if key != CHECKSUM}
+    if sealed(unsealed) != content:
         raise ValueError("its checksum differs")
-    return True
-
-
-def _checksum(content: dict[str, Any]) -> int:
-    """CRC-32 of ``json.dumps(content, sort_keys=True)``, of which one value is in memory."""
-    total, separator = zlib.crc32(b"{"), ""
-    for key in sorted(content):
-        value = json.dumps(content[key], sort_keys=True)
-        total = zlib.crc32(f"{separator}{json.dumps(key)}: {value}".encode(), total)
-        separator = ", "
-    return zlib.crc32(b"}", total)
 
 
 def index_of(
@@ -286,7 +293,6 @@ def index_of(
         "made_of": made_of,
         "source": source,
         "shards": [shard.path.name for shard in shards],
-        "without_checksums": [shard.path.name for shard in shards if not shard.has_checksums],
         "latents": latents,
         "texts": {
             "clips": clips,
@@ -301,15 +307,20 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The index of a cache.
 
     Raises:
-        ValueError: if there is none, or it is of another format, damaged, or names other files than
-            those of its folder.
+        ValueError: if there is none, or it is of another format, damaged, or names files that its
+            folder does not have.
     """
     if not (folder / INDEX).is_file():
         raise ValueError(
             f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
             f"run opensora-sp precompute CONFIG -o {folder}, which resumes where it was interrupted"
         )
-    index = read_sealed(folder, INDEX)
+    check_files(folder, [INDEX])
+    try:
+        index: dict[str, Any] = read_json(folder / INDEX, max_bytes=INDEX_BYTES)
+        check_seal(index)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise damaged_index(folder, str(error)) from None
     if index.get("format") != FORMAT:
         raise ValueError(
             f"got a feature cache of format {index.get('format')!r} in {str(folder)!r}; expected "
@@ -320,37 +331,22 @@ def read_index(folder: Path) -> dict[str, Any]:
     except (KeyError, TypeError) as error:
         raise damaged_index(folder, f"shards: {error!r}") from None
 
-    if CHECKSUM in index and index.get(MANIFEST_CHECKSUM) != file_checksum(folder / MANIFEST):
+    if index.get(MANIFEST_CHECKSUM) != file_checksum(folder / MANIFEST):
         raise damaged_index(folder, f"of another {MANIFEST}")
     return index
 
 
-def read_sealed(folder: Path, name: str) -> dict[str, Any]:
-    """The index of a cache, or another JSON object in its folder.
-
-    Raises:
-        ValueError: if the file leads out of the folder, or is damaged.
-    """
-    check_files(folder, [name])
-    try:
-        content: dict[str, Any] = read_json(folder / name, max_bytes=INDEX_BYTES)
-        is_sealed(content)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise damaged_index(folder, str(error), name) from None
-    return content
-
-
-def damaged_index(folder: Path, reason: str, name: str = INDEX) -> ValueError:
-    """The error of an index, or another JSON file, that is not what was written."""
+def damaged_index(folder: Path, reason: str) -> ValueError:
+    """The error of an index that is not what was written."""
     return ValueError(
-        f"got the feature cache {str(folder)!r} with a damaged {name} ({reason}); expected what "
-        f"was written; remove {name} and run opensora-sp precompute again, which makes it from the "
-        "shards"
+        f"got the feature cache {str(folder)!r} with a damaged {INDEX} ({reason}); expected what "
+        f"was written; remove {INDEX} and run opensora-sp precompute again, which makes it from "
+        "the shards"
     )
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Raise ValueError unless all names are those of regular files of the folder itself."""
+    """Raise ValueError unless all names belong to regular files of the folder itself."""
     present = {entry.name: entry for entry in os.scandir(folder)}
     absent = []
     for name in names:

@@ -1,6 +1,6 @@
 """Captions as Open-Sora 1.3 words them: scores at the end, and no beginning of captioning models.
 
-The sentences are those of its sampler, the draws and full stops those of its tools for data.
+Its sampler has the sentences, its tools for data the draws and the full stops.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Sentences = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Captions:
-    """How the captions of a manifest are changed as they are read.
+    """Changes of a manifest's captions as they are read.
 
     Attributes:
         with_scores: append what the columns ``aes``, ``flow`` and ``cmotion`` have. Of each clip
@@ -88,22 +88,24 @@ class Captions:
             scores: ``aes`` and ``flow``, float64 ``[len(texts)]``, NaN where it is not known.
             motions: camera motions, "" where it is not known.
         """
-        found = [without_prefix(text) if self.without_prefix else text for text in texts]
+        captions = [without_prefix(text) if self.without_prefix else text for text in texts]
         if not self.with_scores:
-            return found
+            return captions
 
-        drawn = generator(SEED, "caption_scores").random((len(found), len(SCORES)))
-        for line, text in enumerate(found):
+        # By line and not by epoch: a clip has one caption, which a feature cache keeps.
+        drawn = generator(SEED, "caption_scores").random((len(captions), len(SCORES)))
+        for line, text in enumerate(captions):
             known = {}
             for name, number in zip(SCORES, drawn[line], strict=True):
                 score = scores[name][line]
                 known[name] = None if math.isnan(score) or number < DROP else float(score)
             text = text.rstrip()
+            # The sentences follow the caption.
             if text and not text.endswith("."):
                 text += "."
             sentences = score_words(**known, camera=motions[line] or None)
-            found[line] = with_sentences(text, sentences).lstrip()
-        return found
+            captions[line] = with_sentences(text, sentences).lstrip()
+        return captions
 
 
 def score_words(
@@ -135,9 +137,9 @@ def without_prefix(caption: str) -> str:
     return caption
 
 
-def camera_motion(value: Any) -> str | None:
+def camera_motion(cell: Any) -> str | None:
     """A camera motion as captions have it, "" where they have none, None for anything else."""
-    name = str(value or "").strip().lower().replace("_", " ")
+    name = str(cell or "").strip().lower().replace("_", " ")
     if name in OTHER_MOTIONS:
         return ""
     return name if name in CAMERA_MOTIONS else None

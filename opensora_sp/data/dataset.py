@@ -1,16 +1,24 @@
-"""Captioned video and image files listed in a manifest, as clips of the size that is asked for."""
+"""Captioned video and image files listed in a manifest, as clips of a requested size.
+
+A derived model may take further arrays of a clip (``ExtraFiles``): columns of the manifest, or a
+prompt's ``inputs``, name a ``.npy`` file for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from opensora_sp.common.files import open_regular
+
 from .captions import Captions
-from .extra_files import ExtraFiles
 from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
 from .randomness import generator
@@ -56,13 +64,56 @@ class ClipShape(NamedTuple):
 class Sample(NamedTuple):
     """One use of a clip: its number, the epoch (random crops depend on it), and its shape.
 
-    ``frames`` are those of the cut clip that are requested, ``[first, stop)``; all by default.
+    ``frames`` are the requested ones of the cut clip, ``[first, stop)``; all by default.
     """
 
     clip: int
     epoch: int
     shape: ClipShape
     frames: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ExtraFiles:
+    """Further arrays of a clip, which NumPy files hold.
+
+    Attributes:
+        names: of the arrays.
+        per_frame: names of arrays whose first axis counts frames of the video. Their files may be
+            longer than a clip, and are cut as its frames are.
+        shapes_of: the shape of each array by its name, for a clip of (frames, height, width).
+    """
+
+    names: tuple[str, ...]
+    per_frame: frozenset[str]
+    shapes_of: Callable[[tuple[int, int, int]], Mapping[str, tuple[int, ...]]]
+
+    def read(
+        self,
+        files: Mapping[str, Path],
+        clip: tuple[int, int, int],
+        *,
+        start: int = 0,
+        interval: int = 1,
+    ) -> dict[str, Tensor]:
+        """The arrays of a clip, float32, by name.
+
+        Args:
+            files: by name.
+            clip: frames, height and width.
+            start, interval: first frame of the clip in its video, and from one frame to the next.
+
+        Raises:
+            OSError: if a file cannot be opened.
+            ValueError: if it is no array of numbers, or has another shape.
+        """
+        arrays = {}
+        for name, shape in self.shapes_of(clip).items():
+            frames = None
+            if name in self.per_frame:
+                frames = slice(start, start + (clip[0] - 1) * interval + 1, interval)
+            arrays[name] = _read_array(files[name], name, shape, frames)
+        return arrays
 
 
 class VideoTextDataset(Dataset["Clip | CorruptSample"]):
@@ -138,15 +189,16 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         key = sample.clip, sample.shape, sample.frames
         if key not in self._cached:
             self._cached[key] = self._read(sample)
-        found = self._cached[key]
-        if isinstance(found, Clip):
-            return replace(found, key=(sample.epoch, sample.clip))
-        return found
+        clip = self._cached[key]
+        if isinstance(clip, Clip):
+            return replace(clip, key=(sample.epoch, sample.clip))
+        return clip
 
     def _read(self, sample: Sample) -> Clip | CorruptSample:
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)
         extra: Mapping[str, Tensor] = {}
+        # Always three numbers, so that one option does not change the draws of another.
         start_at, top, left = generator(self.seed, "crop", sample.epoch, sample.clip).random(3)
 
         try:
@@ -160,6 +212,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 time_limit=self.time_limit,
                 limits=self.limits,
             )
+            # The rank with the first frame has them for the group.
             if self.extra is not None and first == 0:
                 extra = self.extra.read(
                     self.rows.files_of(sample.clip),
@@ -181,3 +234,29 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         )
         room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
         return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))
+
+
+def _read_array(path: Path, name: str, shape: tuple[int, ...], frames: slice | None) -> Tensor:
+    # A named pipe would block numpy.
+    with open_regular(path):
+        pass
+    try:
+        # Mapped, so nothing is allocated for a header that is wrong; pickles are refused.
+        array = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    # numpy evaluates the header as Python literals, whose errors are many.
+    except Exception as error:
+        raise ValueError(f"{path} is no array as np.save writes one ({error})") from None
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{path} is no array of numbers, as np.save writes one")
+
+    cut = array if frames is None else array[frames]
+    if cut.shape != shape:
+        taken = "" if frames is None else f", of which the clip has {list(cut.shape)}"
+        raise ValueError(f"{path} has shape {list(array.shape)}{taken}, and {name} {list(shape)}")
+
+    values = torch.from_numpy(cut.astype(np.float32))
+    if not values.isfinite().all():
+        raise ValueError(f"{path} has numbers that are not finite")
+    return values

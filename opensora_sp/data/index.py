@@ -45,7 +45,7 @@ def find_files(folder: Path) -> list[Path]:
             "the path"
         )
     known = {*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}
-    found: list[Path] = []
+    files: list[Path] = []
     visited: set[str] = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         real_path = os.path.realpath(root)
@@ -58,13 +58,13 @@ def find_files(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if Path(name).suffix.lower() in known and not name.startswith("."):
-                found.append(Path(root, name))
-    if not found:
+                files.append(Path(root, name))
+    if not files:
         raise ValueError(
             f"got folder {str(folder)!r} without videos and images; expected files named "
             f"{', '.join(sorted(known))}; check the path"
         )
-    return sorted(found)
+    return sorted(files)
 
 
 def read_captions(manifest: str | Path) -> dict[Path, str]:
@@ -103,14 +103,14 @@ def index_files(
     """
     entries, corrupt = [], []
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        for found in pool.map(partial(_probe, limits=limits), files):
+        for probed in pool.map(partial(_probe, limits=limits), files):
             on_file()
-            if isinstance(found, Entry):
-                found = _captioned(found, captions or {})
-            if isinstance(found, Entry):
-                entries.append(found)
+            if isinstance(probed, Entry):
+                probed = _captioned(probed, captions or {})
+            if isinstance(probed, Entry):
+                entries.append(probed)
             else:
-                corrupt.append(found)
+                corrupt.append(probed)
     return Index(entries, corrupt)
 
 
@@ -132,7 +132,7 @@ def _captioned(entry: Entry, captions: dict[Path, str]) -> Entry | CorruptSample
 
 
 def sidecar_caption(path: Path) -> str:
-    """The text in ``clip.txt`` beside ``clip.mp4``, on one line; empty where there is none.
+    """The text in ``clip.txt`` next to ``clip.mp4``, on one line; empty where there is none.
 
     Raises:
         ValueError: if it is longer than ``MAX_CAPTION_BYTES``.
@@ -145,14 +145,15 @@ def sidecar_caption(path: Path) -> str:
 
 
 def _probe(path: Path, limits: Limits) -> Entry | CorruptSample:
+    # Linux allows any bytes in a name.
     shown = os.fsencode(path).decode(errors="backslashreplace")
     if shown != str(path):
         reason = "its name is not UTF-8, in which a manifest is written; rename it"
         return CorruptSample(shown, reason)
     try:
-        found = probe(path, time_limit=limits.seconds, limits=limits)
+        probed = probe(path, time_limit=limits.seconds, limits=limits)
     except UNREADABLE as error:
         return CorruptSample(str(path), f"{type(error).__name__}: {error}")
 
-    aspect_ratio = found.height / found.width
-    return Entry(path, "", found.num_frames, found.height, found.width, found.fps, aspect_ratio)
+    aspect_ratio = probed.height / probed.width
+    return Entry(path, "", probed.num_frames, probed.height, probed.width, probed.fps, aspect_ratio)

@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 class Limits(BaseModel):
-    """Limits of what is decoded from files and of what is sampled.
+    """Largest sizes of files that are decoded, and of videos that are sampled.
 
-    The headers of a file are checked before anything is decoded. A header may be wrong, so what is
-    decoded is checked as well.
+    The headers of a file are checked before anything is decoded. A header may be wrong, so
+    decoded frames are checked as well.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -37,7 +37,7 @@ class Limits(BaseModel):
     """Frames of a file that clips are cut from; the default is about 48 hours."""
 
     seconds: float = Field(60.0, gt=0)
-    """Seconds to open and decode a reference; `dataset.time_limit` is that of a training clip."""
+    """Seconds to open and decode a reference; `dataset.time_limit` holds for training clips."""
 
     def check(self, what: str, num_frames: int, height: int, width: int) -> None:
         """Raise ValueError if a clip is too large to be decoded or sampled.
@@ -61,9 +61,9 @@ class Limits(BaseModel):
         if num_frames > self.file_frames:
             raise self._refusal(f"a file of at least {num_frames:,} frames", "file_frames")
 
-    def _refusal(self, found: str, name: str) -> ValueError:
+    def _refusal(self, excess: str, name: str) -> ValueError:
         return ValueError(
-            f"got {found}; expected at most {getattr(self, name):,} (limits.{name}); make it "
+            f"got {excess}; expected at most {getattr(self, name):,} (limits.{name}); make it "
             f"smaller, or raise limits.{name} if there is memory for it"
         )
 
@@ -73,7 +73,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Budget:
-    """What reading one file may take: ``limits``, and ``time_limit`` seconds until ``deadline``."""
+    """Bounds of reading one file: ``limits``, and ``time_limit`` seconds until ``deadline``."""
 
     limits: Limits
     time_limit: float | None

@@ -112,6 +112,7 @@ class StepLoader:
         self.batches, self.device = batches, device
         self.waited = 0.0
         self._workers: set[BaseProcess] = set()
+
         self._loader: DataLoader[LoadedBatch] = DataLoader(
             MicroBatchReader(dataset, draw),
             batch_size=None,
@@ -127,6 +128,7 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatches]:
         """Starts the workers at once, not with the first step."""
+        # DataLoader does not publish its workers.
         others = set(active_children())
         loaded = iter(self._loader)
         self._workers |= set(active_children()) - others
@@ -135,7 +137,7 @@ class StepLoader:
     def close(self) -> None:
         """Ask all workers to end at once; a ``DataLoader`` would wait 5 s for each busy one.
 
-        They have to exit with status 0 then, as those of ``runtime.init_worker`` do.
+        They have to exit with status 0 then, as ``runtime.processes.init_worker`` makes them do.
         """
         for worker in self._workers:
             worker.terminate()
@@ -156,6 +158,7 @@ class StepLoader:
             with record_function("data"):
                 batch = next(loaded)
             self.waited += time.perf_counter() - start
+            # On the rank itself: a worker's exception would come with the worker's traceback.
             if batch.error is not None:
                 raise ValueError(batch.error)
             yield batch

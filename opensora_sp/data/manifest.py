@@ -14,9 +14,8 @@ from typing import IO, Any, NamedTuple, overload
 
 import numpy as np
 
-from opensora_sp.common.files import open_regular, parse_json
+from opensora_sp.common.files import atomic_write, open_regular, parse_json
 
-from .atomic import atomic_write
 from .captions import CAMERA, CAMERA_MOTIONS, SCORES, Captions, camera_motion
 
 
@@ -65,9 +64,9 @@ class Manifest(Sequence[Entry]):
         scores = () if captions is None else captions.columns
         columns = _read_columns(self.file, (*Entry._fields, *files, *scores))
         _check_columns(self.file, columns, files)
-        self.paths = [str(one) for one in columns["path"]]
-        self.files = {name: [str(one) for one in columns[name]] for name in files}
-        self.texts = [str(one or "") for one in columns["text"]]
+        self.paths = list(map(str, columns["path"]))
+        self.files = {name: list(map(str, columns[name])) for name in files}
+        self.texts = [str(cell or "") for cell in columns["text"]]
         self.numbers = {}
         for name in NUMBERS:
             if name in columns:
@@ -91,11 +90,11 @@ class Manifest(Sequence[Entry]):
             values = columns.get(name, unknown)
             scores[name] = _as_numbers(self.file, name, values, len(self))
         motions = []
-        for line, value in enumerate(columns.get(CAMERA, unknown)):
-            motion = camera_motion(value)
+        for line, cell in enumerate(columns.get(CAMERA, unknown)):
+            motion = camera_motion(cell)
             if motion is None:
                 raise ValueError(
-                    f"got cmotion {value!r} for clip {line + 1} of {str(self.file)!r}; expected "
+                    f"got cmotion {cell!r} for clip {line + 1} of {str(self.file)!r}; expected "
                     f"one of {list(CAMERA_MOTIONS)}, 'dynamic', 'unknown' or nothing; correct it"
                 )
             motions.append(motion)
@@ -112,7 +111,7 @@ class Manifest(Sequence[Entry]):
 
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[row] for row in range(*index.indices(len(self)))]
         known: dict[str, Any] = {}
         for name, values in self.numbers.items():
             if not math.isnan(values[index]):
@@ -134,17 +133,17 @@ class Manifest(Sequence[Entry]):
         The digest is the same in every file format. It depends on the order of the lines, and an
         empty column of numbers equals one that is absent.
         """
-        found = {
+        summaries = {
             "path": self._summary(len(self), _bytes_of(self.paths)),
             "text": self._summary(sum(map(bool, self.texts)), _bytes_of(self.texts)),
         }
         for name, paths in self.files.items():
-            found[name] = self._summary(len(self), _bytes_of(paths))
+            summaries[name] = self._summary(len(self), _bytes_of(paths))
         for name in WHOLE:
             numbers = self.column(name)
             filled = len(numbers) - int(np.isnan(numbers).sum())
-            found[name] = self._summary(filled, [numbers.tobytes()])
-        return found
+            summaries[name] = self._summary(filled, [numbers.tobytes()])
+        return summaries
 
     def _summary(self, filled: int, content: Iterable[bytes]) -> str:
         digest = hashlib.sha256()
@@ -173,6 +172,7 @@ def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
     """
     path = Path(path)
     check_suffix(path)
+    # A run that reads it meanwhile has the old lines or the new ones.
     with atomic_write(path) as partial:
         _write(partial, [{**entry._asdict(), "path": str(entry.path)} for entry in entries])
 
@@ -194,7 +194,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def check_suffix(path: Path) -> None:
-    """Raise ValueError unless the suffix of a manifest is that of one of its formats."""
+    """Raise ValueError unless a manifest has the suffix of one of its formats."""
     if path.suffix not in (".csv", ".jsonl", ".parquet"):
         raise ValueError(
             f"got manifest {str(path)!r}; expected a .csv, .jsonl or .parquet file; rename it"
@@ -210,12 +210,14 @@ def _check_columns(path: Path, columns: dict[str, list[Any]], files: Sequence[st
             f"got manifest {str(path)!r} with the columns {list(columns)}; expected "
             f"{' and '.join(required)}; add {' and '.join(missing)} to its {where}"
         )
+
     if not columns["path"]:
         raise ValueError(
             f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
         )
+
     for name in ("path", *files):
-        without = [row for row, one in enumerate(columns[name]) if one is None or one == ""]
+        without = [row for row, cell in enumerate(columns[name]) if cell is None or cell == ""]
         if without:
             what = "a path" if name == "path" else name
             raise ValueError(
@@ -321,7 +323,7 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
     try:
         with open_regular(path) as file:
             opened, num_bytes = parquet.ParquetFile(file), os.fstat(file.fileno()).st_size
-            # Rows that are alike take no bytes, but those of a manifest have paths of their own.
+            # Equal rows take no bytes, but in a manifest each has another path.
             if opened.metadata.num_rows > MAX_CLIPS_PER_BYTE * num_bytes:
                 raise ValueError(
                     f"got manifest {str(path)!r} of {num_bytes:,} bytes, which lists "
@@ -340,17 +342,18 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
 
 def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndarray:
     numbers = np.full(count, np.nan)
-    for row, value in enumerate(values):
-        if value is None or value == "":
+    for row, cell in enumerate(values):
+        if cell is None or cell == "":
             continue
         try:
-            numbers[row] = number = float(value)
+            numbers[row] = number = float(cell)
+            # NaN passes: it stands for a number that is not known.
             if number < 0 or math.isinf(number) or (name in WHOLE and number % 1 > 0):
                 raise ValueError
         except (TypeError, ValueError):
             kind = "a whole number" if name in WHOLE else "a number"
             raise ValueError(
-                f"got {name} {value!r} for clip {row + 1} of {str(path)!r}; expected {kind} >= 0 "
+                f"got {name} {cell!r} for clip {row + 1} of {str(path)!r}; expected {kind} >= 0 "
                 "or nothing; correct it"
             ) from None
     return numbers

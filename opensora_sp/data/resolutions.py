@@ -69,40 +69,16 @@ _TABLES = {
 # Multiples of the sizes of "256".
 _SCALED = {"512": 2, "1024": 4, "2048": 8}
 
-ASPECT_RATIOS = {
-    "3:8": "0.38",
-    "9:21": "0.43",
-    "12:25": "0.48",
-    "1:2": "0.50",
-    "9:17": "0.53",
-    "27:50": "0.54",
-    "9:16": "0.56",
-    "5:8": "0.62",
-    "2:3": "0.67",
-    "3:4": "0.75",
-    "1:1": "1.00",
-    "4:3": "1.33",
-    "3:2": "1.50",
-    "16:9": "1.78",
-    "17:9": "1.89",
-    "2:1": "2.00",
-    "50:27": "2.08",
-}
+_ASPECT_NAMES = """
+    3:8=0.38 9:21=0.43 12:25=0.48 1:2=0.50 9:17=0.53 27:50=0.54 9:16=0.56 5:8=0.62 2:3=0.67 3:4=0.75
+    1:1=1.00 4:3=1.33 3:2=1.50 16:9=1.78 17:9=1.89 2:1=2.00 50:27=2.08
+"""
+ASPECT_RATIOS = dict(entry.split("=") for entry in _ASPECT_NAMES.split())
 """Names (height:width) -> keys of a resolution's sizes."""
 
-FRAMES = {
-    "1x": 51,
-    "2x": 102,
-    "4x": 204,
-    "8x": 408,
-    "16x": 816,
-    "2s": 51,
-    "4s": 102,
-    "8s": 204,
-    "16s": 408,
-    "32s": 816,
-}
-"""Names of lengths -> frames; "2s" is two seconds at 25.5 frames per second."""
+_LENGTHS = (1, 2, 4, 8, 16)
+FRAMES = {f"{n}x": 51 * n for n in _LENGTHS} | {f"{2 * n}s": 51 * n for n in _LENGTHS}
+"""Names of lengths -> frames; "2s" is two seconds at 25.5 frames per second, and so is "1x"."""
 
 
 def _parsed(table: str) -> dict[str, tuple[int, int]]:
@@ -114,10 +90,9 @@ def _parsed(table: str) -> dict[str, tuple[int, int]]:
 def _all_sizes() -> dict[str, dict[str, tuple[int, int]]]:
     sizes = {name: _parsed(table) for name, table in _TABLES.items()}
     for name, factor in _SCALED.items():
-        base = sizes["256"]
-        sizes[name] = {
-            key: (height * factor, width * factor) for key, (height, width) in base.items()
-        }
+        sizes[name] = {}
+        for key, (height, width) in sizes["256"].items():
+            sizes[name][key] = height * factor, width * factor
     return sizes
 
 
@@ -128,6 +103,7 @@ SIZES: dict[str, dict[str, tuple[int, int]]] = _all_sizes()
 def num_pixels(resolution: str) -> int:
     """Pixels per frame of a resolution."""
     sizes = sizes_of(resolution)
+    # Not all tables have 9:16.
     height, width = sizes["0.56"] if "0.56" in sizes else sizes["1.0"]
     return height * width
 
@@ -158,7 +134,7 @@ def named_size(resolution: str, aspect_ratio: str) -> tuple[int, int]:
     sizes = sizes_of(resolution)
     key = ASPECT_RATIOS.get(aspect_ratio, aspect_ratio)
     if key not in sizes:
-        names = [name for name, of_name in ASPECT_RATIOS.items() if of_name in sizes]
+        names = [name for name, aspect in ASPECT_RATIOS.items() if aspect in sizes]
         raise ValueError(
             f"got aspect_ratio {aspect_ratio!r} with resolution {resolution!r}; expected one of "
             f"{[*names, *sizes]}; choose one of these, or give the size in pixels instead"

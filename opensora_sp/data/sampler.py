@@ -1,4 +1,4 @@
-"""Which samples an optimizer step consumes: one sequence of micro-batches for every world size.
+"""Samples of each optimizer step: one sequence of micro-batches for every world size.
 
 An optimizer step is a list of at most ``micro_batches_per_step`` micro-batches, each of clips of
 one shape. Which clips these are depends on (seed, epoch) and the data set, never on the number of
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -115,6 +115,7 @@ class MicroBatchPlan:
         return MicroBatch(number, epoch, self.shape, tuple(ids.tolist()), 1.0)
 
     def substitute(self, micro_batch: MicroBatch, index: int, attempt: int) -> int:
+        # By clip and attempt, so that all ranks find the same one without a message.
         drawn = generator(self.seed, "replacement", micro_batch.epoch, index, attempt)
         return int(self.clips[drawn.integers(len(self.clips))])
 
@@ -145,9 +146,9 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 def snake_order(costs: Sequence[float], num_replicas: int) -> list[list[int | None]]:
     """For each replica the indices in ``costs`` of its micro-batches, all equally many.
 
-    Replicas average gradients after each micro-batch, so those of one round shall cost the same.
-    Rounds are cut from the order of decreasing costs and distributed in snake order: every second
-    round in reverse. In the last round, replicas without a micro-batch get None.
+    Replicas average gradients after each micro-batch, so the micro-batches of a round
+    shall cost the same. Rounds are cut from the order of decreasing costs and distributed in snake
+    order: every second round in reverse. In the last round, replicas without one get None.
     """
     order: list[int | None] = [*sorted(range(len(costs)), key=lambda index: -costs[index])]
     order += [None] * (-len(order) % num_replicas)
@@ -161,14 +162,15 @@ def micro_batches_of(
     micro_batches: Sequence[MicroBatch], replica: int, num_replicas: int
 ) -> list[MicroBatch | None]:
     """One replica's micro-batches of a step, round by round; None where it has none left."""
-    indices = snake_order([one.cost for one in micro_batches], num_replicas)[replica]
+    costs = [micro_batch.cost for micro_batch in micro_batches]
+    indices = snake_order(costs, num_replicas)[replica]
     return [None if index is None else micro_batches[index] for index in indices]
 
 
 class ReadRequest(NamedTuple):
-    """What a worker reads and draws for a micro-batch.
+    """Request to a worker to read and draw for a micro-batch.
 
-    ``samples`` are those that this rank reads, ``latent_size`` is (frames, height, width).
+    ``samples`` are read by this rank, ``latent_size`` is (frames, height, width).
     ``group`` computes the micro-batch; None stands for the replica of a fixed degree.
     """
 
@@ -178,52 +180,56 @@ class ReadRequest(NamedTuple):
     group: RankGroup | None = None
 
 
-class RankBatches(Protocol):
-    """Sampler of one rank: the requests of its micro-batches, step by step."""
-
-    @property
-    def plan(self) -> BatchPlan: ...
-
-    @property
-    def steps(self) -> range: ...
-
-    def count(self, step: int) -> int:
-        """The number of this rank's requests in a step."""
-
-    def __iter__(self) -> Iterator[ReadRequest]:
-        """The requests of all steps, one after the other."""
+RequestOf = Callable[[MicroBatch, "RankGroup | None"], ReadRequest]
+"""Makes the request of a micro-batch and its group, see ``ReadRequest``."""
 
 
-class ReplicaBatches:
-    """Sampler of one replica: the requests of its micro-batches.
+def whole_request(micro_batch: MicroBatch, group: RankGroup | None = None) -> ReadRequest:
+    """The request for all samples of a micro-batch."""
+    return ReadRequest(micro_batch, micro_batch.samples, group=group)
 
-    Where the replica has no micro-batch left in a step's last round, it requests one without ids,
-    of the shape that costs least in this step.
+
+class RankBatches:
+    """Sampler of one rank: the requests of its micro-batches, step by step.
 
     Args:
+        start, stop: steps.
         request_of: the request of a micro-batch; by default for all of its samples.
     """
 
     def __init__(
-        self,
-        plan: BatchPlan,
-        *,
-        start: int,
-        stop: int,
-        replica: int,
-        num_replicas: int,
-        request_of: Callable[[MicroBatch], ReadRequest] = lambda one: ReadRequest(one, one.samples),
+        self, plan: BatchPlan, *, start: int, stop: int, request_of: RequestOf = whole_request
     ) -> None:
-        self.plan, self.steps = plan, range(start, stop)
-        self.replica, self.num_replicas, self.request_of = replica, num_replicas, request_of
+        self.plan, self.steps, self.request_of = plan, range(start, stop), request_of
+
+    def of_rank(self, step: int) -> Sequence[tuple[MicroBatch, RankGroup | None]]:
+        """This rank's micro-batches of a step in their order, with the groups that compute them."""
+        raise NotImplementedError
 
     def count(self, step: int) -> int:
-        """Micro-batches that each replica computes in a step, idle rounds included."""
-        return -(-len(self.plan.step(step)) // self.num_replicas)
+        """The number of this rank's requests in a step."""
+        return len(self.of_rank(step))
 
     def __iter__(self) -> Iterator[ReadRequest]:
         for step in self.steps:
-            micro_batches = self.plan.step(step)
-            idle = min(micro_batches, key=lambda one: one.cost)._replace(ids=())
-            for assigned in micro_batches_of(micro_batches, self.replica, self.num_replicas):
-                yield self.request_of(idle if assigned is None else assigned)
+            for micro_batch, group in self.of_rank(step):
+                yield self.request_of(micro_batch, group)
+
+
+class ReplicaBatches(RankBatches):
+    """Sampler of one replica of a fixed degree.
+
+    Where the replica has no micro-batch left in a step's last round, it requests one without ids,
+    of the shape that costs least in this step.
+    """
+
+    def __init__(self, plan: BatchPlan, *, replica: int, num_replicas: int, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self.replica, self.num_replicas = replica, num_replicas
+
+    def of_rank(self, step: int) -> list[tuple[MicroBatch, RankGroup | None]]:
+        micro_batches = self.plan.step(step)
+        # The cheapest shape, whose zeros the others wait for least.
+        idle = min(micro_batches, key=lambda micro_batch: micro_batch.cost)._replace(ids=())
+        rounds = micro_batches_of(micro_batches, self.replica, self.num_replicas)
+        return [(micro_batch or idle, None) for micro_batch in rounds]

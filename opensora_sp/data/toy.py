@@ -74,17 +74,17 @@ def distance_to_edge(shape: str, x: np.ndarray, y: np.ndarray, radius: float) ->
 
 def toy_captions() -> list[str]:
     """The captions of all clips that can be drawn."""
-    found = []
+    captions = []
     for (colour, background), shape, direction in product(
         permutations(COLOURS, 2), SHAPES, DIRECTIONS
     ):
         clip = ToyClip(shape, colour, background, direction, start=(0, 0), radius=0, speed=0)
-        found.append(clip.caption)
-    return found
+        captions.append(clip.caption)
+    return captions
 
 
 def is_held_out(caption: str) -> bool:
-    """Whether a caption is one of the eighth that toy training sets do not have."""
+    """True for the eighth of all captions that toy training sets do not have."""
     return zlib.crc32(caption.encode()) % 8 == 0
 
 

@@ -1,6 +1,6 @@
 """Reading and writing of video files, through PyAV.
 
-Frames are uint8 RGB arrays ``[F, height, width, 3]``. What is read is bounded in size (``Limits``)
+Frames are uint8 RGB arrays ``[F, height, width, 3]``. Reading is bounded in size (``Limits``)
 and in time, and nothing but the file itself is opened: playlists, URLs and patterns of names are
 refused.
 """
@@ -22,9 +22,8 @@ import av
 import numpy as np
 from PIL import Image
 
-from opensora_sp.common.files import open_regular
+from opensora_sp.common.files import atomic_write, open_regular
 
-from .atomic import atomic_write
 from .limits import DEFAULT_LIMITS, Budget, Limits
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
@@ -45,7 +44,7 @@ VIDEO_FORMATS = (
     "h261,h263,h264,hevc,vvc,evc,apv,m4v,mpegvideo,mjpeg,mjpeg_2000,av1,obu,vc1,vc1test,dirac,"
     "dnxhd,cavsvideo,avs2,avs3"
 )
-# Those of images read a file whole; a damaged animation may be one frame.
+# Demuxers of images, which read a file whole; a damaged animation may be one frame.
 IMAGE_FORMATS = (
     "gif,apng,image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,"
     "pgmyuv_pipe,pbm_pipe,"
@@ -113,6 +112,7 @@ def _read_video(
 
     if len(frames) == num_frames:
         return frames, rate
+    # Too few frames, or frames that are there and cannot be decoded.
     available = _count_frames(path, budget)
     if available >= start + span:
         lost = num_frames - len(frames)
@@ -129,7 +129,7 @@ def _pictures(
     """Every ``interval``-th frame from ``start`` to ``last``.
 
     Raises:
-        ValueError: if one has another height and width than ``size``, those of the file.
+        ValueError: if a frame has another size than the file (``size``, height and width).
     """
     for number, frame in numbered:
         if start <= number <= last and (number - start) % interval == 0:
@@ -143,16 +143,16 @@ def _stacked(
     pictures: Iterator[np.ndarray], num_frames: int, whole: int, limits: Limits
 ) -> np.ndarray:
     """At most ``num_frames``, of a clip of ``whole``, in one array of the first one's size."""
-    frames, found = np.empty((0, 0, 0, 3), np.uint8), 0
+    frames, count_read = np.empty((0, 0, 0, 3), np.uint8), 0
     for picture in pictures:
-        if not found:
+        if not count_read:
             limits.check("a clip", whole, *picture.shape[:2])
             frames = np.empty((num_frames, *picture.shape), np.uint8)
 
         _check_size(picture.shape, frames.shape[1:])
-        frames[found] = picture
-        found += 1
-    return frames[:found]
+        frames[count_read] = picture
+        count_read += 1
+    return frames[:count_read]
 
 
 def count_frames(
@@ -388,16 +388,38 @@ def _read_frames(path: str | Path, budget: Budget) -> np.ndarray:
 
 
 def write_video(path: str | Path, frames: np.ndarray, *, fps: float) -> None:
-    """Write frames as H.264 mp4; odd sizes lose their last line. The file appears when complete."""
-    # yuv420p halves both sides.
-    height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
+    """Write frames as H.264 mp4, see ``Mp4``. The file appears when it is complete."""
+    with atomic_write(Path(path)) as partial_path:
+        video = Mp4(partial_path, fps)
+        video.add(frames)
+        video.close()
 
-    with atomic_write(Path(path)) as partial, av.open(str(partial), mode="w") as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
-        for pixels in frames[:, :height, :width]:
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
-            container.mux(stream.encode(frame))
-        # What the encoder still holds back.
-        container.mux(stream.encode())
+
+class Mp4:
+    """H.264 in mp4; odd sizes lose their last row or column.
+
+    Frames uint8 ``[F, height, width, 3]`` are added in pieces.
+    """
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.container, self.fps = av.open(str(path), mode="w"), fps
+        self.stream: Any = None
+
+    def add(self, frames: np.ndarray) -> None:
+        # yuv420p needs even sizes.
+        height, width = (side // 2 * 2 for side in frames.shape[1:3])
+        if self.stream is None:
+            rate = Fraction(self.fps).limit_denominator(1000)
+            self.stream = self.container.add_stream("libx264", rate=rate)
+            self.stream.height, self.stream.width, self.stream.pix_fmt = height, width, "yuv420p"
+            self.stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
+
+        for frame in frames[:, :height, :width]:
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            self.container.mux(self.stream.encode(picture))
+
+    def close(self) -> None:
+        # The encoder may hold frames back.
+        if self.stream is not None:
+            self.container.mux(self.stream.encode())
+        self.container.close()

@@ -146,16 +146,15 @@ def _failed(
             backends[backend.name] = backend
 
     # Ranks of other machines may have other packages.
-    own = {"{} attention by {}".format(*key): "taken" for key in taken}
-    seen = gathered(own, None) if dist.is_initialized() else {0: own}
-    labels = sorted({label for entries in seen.values() for label in entries})
+    local_labels = {"{} attention by {}".format(*key): "taken" for key in taken}
+    rank_labels = gathered(local_labels, None) if dist.is_initialized() else {0: local_labels}
+    labels = sorted(set().union(*rank_labels.values()))
 
     def check(label: str) -> str:
         kind, *_, name = label.split()
-        of_kind = [case for case in cases if case.sequences.kind == kind]
-        some = taken.get((kind, name), of_kind)
+        kind_cases = [case for case in cases if case.sequences.kind == kind]
         backend = backends.get(name) or Backend(name, 1, facts["deterministic"])
-        return verify_backend(backend, some, device)
+        return verify_backend(backend, taken.get((kind, name), kind_cases), device)
 
     checks = {label: partial(check, label) for label in labels}
     so_far = {kind: sorted(kernels) for kind, kernels in refused.items()}
@@ -174,9 +173,9 @@ def verify_backend(backend: Backend, cases: Collection[Case], device: torch.devi
         if problem := obstacle(backend.name, case.sequences, platform):
             return problem
         kernel = partial(attention, backend=backend)
-        found = compare(kernel, define, case.example, case.sequences.dtype, device)
-        if wrong := next((one for one in found if not one.ok), None):
-            return str(wrong)
+        for difference in compare(kernel, define, case.example, case.sequences.dtype, device):
+            if not difference.ok:
+                return str(difference)
     return OK
 
 
@@ -194,12 +193,12 @@ def _require(failed: Mapping[tuple[str, str], str], names: Mapping[str, str]) ->
 
 def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, list[int]]:
     """Tokens of the sequences of a run's batches, ascending, by kind of attention."""
-    found: dict[str, set[int]] = {kind: set() for kind in KINDS}
+    lengths: dict[str, set[int]] = {kind: set() for kind in KINDS}
     for batch in batches_by_name(cfg).values():
         size = planned_latent_size(cfg.vae, batch.num_frames, *batch.image_size)
         for kind, sequences in config.sequences(config.grid(1, size), torch.float32).items():
-            found[kind].add(sequences.length or 1)
-    return {kind: sorted(lengths) for kind, lengths in found.items()}
+            lengths[kind].add(sequences.length or 1)
+    return {kind: sorted(lengths[kind]) for kind in KINDS}
 
 
 def cases_of(
@@ -209,8 +208,8 @@ def cases_of(
 
     Args:
         config: of an STDiT model.
-        lengths: by kind those of the run, of which the shortest, the longest, and the longest that
-            128 does not divide are taken.
+        lengths: of a run's sequences, by kind. The shortest, the longest, and the longest that 128
+            does not divide are taken.
         trained: whether gradients are compared, too.
     """
     width = config.hidden_size // config.num_heads
@@ -267,7 +266,7 @@ def _scores(shapes: Any, lengths: Lengths | None) -> int:
 def define(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None = None) -> Tensor:
     """Attention by its definition, with each result rounded to the dtype of the tensors.
 
-    The arguments are those of ``attention``.
+    The arguments are as in ``attention``.
     """
     if lengths is None:
         scores = torch.einsum("rqhd,rkhd->rhqk", q * q.shape[-1] ** -0.5, k)

@@ -95,8 +95,10 @@ def verify_kernels(
     def check(name: str) -> str:
         if reason := obstacle(device):
             return reason
-        found = verify_kernel(name, sizes, dtype, device)
-        return next((str(one) for one in found if not one.ok), OK)
+        for difference in verify_kernel(name, sizes, dtype, device):
+            if not difference.ok:
+                return str(difference)
+        return OK
 
     facts = device_facts(device) | {
         "source": source_digest(),
@@ -124,18 +126,18 @@ def _logged(used: dict[str, str], reason: str) -> dict[str, str]:
 
 
 def warn_of_changes(before: dict[str, str] | None, now: dict[str, str]) -> None:
-    """Warn if a run resumes with other kernels than those of its checkpoint, which round otherwise.
+    """Warn if a run resumes with other kernels than its checkpoint's, which round otherwise.
 
     Args:
-        before: what the checkpoint holds; None in those of earlier versions.
-        now: of each kernel what runs it.
+        before: "triton" or "torch" for each kernel, in the checkpoint; None in older checkpoints.
+        now: as ``before``, in this run.
     """
     there = before or {}
     changed = [name for name, used in now.items() if there.get(name, used) != used]
     if changed:
         logger.warning(
             "the run resumes with other kernels than its checkpoint was written with: %s; its "
-            "losses may differ from those of the uninterrupted run in the last digits; resume on "
+            "losses may differ from the uninterrupted run's in the last digits; resume on "
             "the same kind of device, or set kernels='torch' for the whole run",
             ", ".join(f"{name} by {now[name]} (there by {there[name]})" for name in changed),
         )

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.common.files import read_json
+from opensora_sp.common.files import atomic_write, read_json
 from opensora_sp.compile_cache import cache_folder
-from opensora_sp.data.atomic import atomic_write
 from opensora_sp.models.kernels.selection import INTERPRETED
 from opensora_sp.parallel.agreement import gathered
 from opensora_sp.runtime.versions import installed
@@ -32,7 +31,7 @@ class BrokenDeviceError(ValueError):
 
 
 def device_facts(device: torch.device) -> Facts:
-    """What compiled code depends on, beside its source."""
+    """What compiled code depends on, in addition to its source."""
     return {
         "device": torch.cuda.get_device_name(device),
         "capability": list(torch.cuda.get_device_capability(device)),
@@ -55,13 +54,13 @@ def verdicts_of(
     Raises:
         ValueError: on every rank, if a check leaves the device of one unusable.
     """
-    own = _own_verdicts(checks, facts, device)
+    local_verdicts = _local_verdicts(checks, facts, device)
     try:
-        verdicts = agreed(own)
+        verdicts = agreed(local_verdicts)
     except RuntimeError as error:
         # NCCL gathers on the device itself.
-        if own[DEVICE] != OK:
-            raise ValueError(own[DEVICE]) from error
+        if local_verdicts[DEVICE] != OK:
+            raise ValueError(local_verdicts[DEVICE]) from error
         raise
 
     if (broken := verdicts.pop(DEVICE)) != OK:
@@ -69,12 +68,12 @@ def verdicts_of(
     return verdicts
 
 
-def _own_verdicts(
+def _local_verdicts(
     checks: Mapping[str, Callable[[], str]], facts: Facts, device: torch.device
 ) -> Verdicts:
     passed = read_passed(facts)
     try:
-        own = {
+        verdicts = {
             name: OK if name in passed else _verdict(name, check, device)
             for name, check in checks.items()
         }
@@ -82,11 +81,11 @@ def _own_verdicts(
         # Other ranks wait for the verdicts of this one.
         return dict.fromkeys(checks, "not known") | {DEVICE: str(error)}
 
-    now_passed = [name for name, verdict in own.items() if verdict == OK]
+    now_passed = [name for name, verdict in verdicts.items() if verdict == OK]
     # Interpreted kernels say nothing about compiled ones.
     if set(now_passed) > passed and not INTERPRETED:
         write_passed(facts, now_passed)
-    return own | {DEVICE: OK}
+    return verdicts | {DEVICE: OK}
 
 
 def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
@@ -118,21 +117,24 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def agreed(own: Verdicts) -> Verdicts:
+def agreed(verdicts: Verdicts) -> Verdicts:
     """By name the verdict of all ranks, or where they differ the first but OK. Collective."""
     if not dist.is_initialized():
-        return own
+        return verdicts
 
-    seen = gathered(own, None)
-    return {name: _first_other({r: seen[r][name] for r in seen}) for name in own}
+    rank_verdicts = gathered(verdicts, None)
+    return {
+        name: _first_other({rank: rank_verdicts[rank][name] for rank in rank_verdicts})
+        for name in verdicts
+    }
 
 
-def _first_other(of_ranks: Mapping[int, str]) -> str:
+def _first_other(verdicts: Mapping[int, str]) -> str:
     """The verdict that all ranks have, or the first that is not OK, with its rank."""
-    if len(set(of_ranks.values())) == 1:
-        return of_ranks[0]
-    rank = next(rank for rank, verdict in of_ranks.items() if verdict != OK)
-    return f"on rank {rank}: {of_ranks[rank]}"
+    if len(set(verdicts.values())) == 1:
+        return verdicts[0]
+    rank = next(rank for rank, verdict in verdicts.items() if verdict != OK)
+    return f"on rank {rank}: {verdicts[rank]}"
 
 
 def _file_of(facts: Facts) -> Path:

@@ -2,7 +2,7 @@
 bound.
 
 Follows Ho et al., 2020 (linear schedule, posterior), Nichol & Dhariwal, 2021 (cosine schedule,
-respacing, learned variance); names of schedules and the way respacing is written are those of the
+respacing, learned variance); schedules are named and respacing is written as in the
 public implementations.
 
 Legend: N steps after respacing, B samples. As in the papers, beta is the variance of the noise
@@ -54,7 +54,7 @@ def named_betas(name: str, num_steps: int) -> Tensor:
 
 
 def respaced_steps(num_steps: int, spacing: str) -> list[int]:
-    """Which of ``num_steps`` steps are kept, ascending.
+    """The steps among ``num_steps`` that are kept, ascending.
 
     Args:
         spacing: "" keeps all; "ddimN" takes N at an even integer stride from 0 (Song et al., 2020);
@@ -119,7 +119,7 @@ class Steps:
             subtracted, in ``x_0``.
         posterior_mean_coef1, posterior_mean_coef2: factors of x_0 and of x_t in the posterior mean
             of ``x_{t-1}``.
-        posterior_log_variance: at step 0, where the variance is 0, that of step 1.
+        posterior_log_variance: at step 0, where the variance is 0, the value of step 1.
         log_beta: log of beta.
         log_beta_clipped: log of beta, but at step 0 as in ``posterior_log_variance``.
         is_first: 1 at step 0, else 0.
@@ -143,6 +143,7 @@ class Steps:
     def of(cls, alpha_bar: Tensor, dtype: torch.dtype) -> Steps:
         """The tables for ``alpha_bar``, float64 ``[N]``, computed in ``dtype``."""
         beta = (1 - alpha_bar / F.pad(alpha_bar[:-1], (1, 0), value=1)).to(dtype)
+        # Again from beta, as in the public implementations, for the same rounding.
         alpha_bar = (1 - beta).cumprod(0)
         previous = F.pad(alpha_bar[:-1], (1, 0), value=1)
 

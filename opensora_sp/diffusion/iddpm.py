@@ -23,8 +23,9 @@ from torch import Tensor
 from opensora_sp.common.tensors import to_device
 
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
+from .guidance import Guidance
 from .loss import Positions
-from .process import EditStep, Geometry, Noised, Prediction, by_frame, guided
+from .process import Geometry, Noised, OnStep, Prediction, by_frame
 
 BITS = 1 / math.log(2)  # per nat
 
@@ -50,11 +51,11 @@ class IDDPM:
         noise_schedule: "linear", or "squaredcos_cap_v2", the cosine schedule.
         diffusion_steps: steps before respacing.
         learn_sigma: the network predicts the variance in a second set of channels. Otherwise the
-            variance is beta, or with ``sigma_small`` that of the posterior.
+            variance is beta, or with ``sigma_small`` the posterior variance.
         predict_xstart: the network predicts the data, not the noise.
         use_kl: the loss is the variational bound, times the number of steps. Otherwise it is the
             squared error, plus with ``learn_sigma`` the bound (in bits) as a function of the
-            variance alone; ``rescale_learned_sigmas`` scales that by N / 1000.
+            variance alone.
         cfg_scale: scale of classifier-free guidance; 1 is the captioned prediction alone.
         cfg_channel: guide this many channels only; Open-Sora 1.0 guides 3 of 4. None guides all.
         sampler: "ancestral", or "ddim" (Song et al., 2020) with ``ddim_eta``: 0 draws no noise, 1
@@ -62,7 +63,7 @@ class IDDPM:
         clip_denoised: clip predicted data to [-1, 1] while sampling; for pixels, not latents.
         table_dtype: precision in which the tables are computed. "float32" gives the numbers of
             Open-Sora 1.2, whose rounding errors in the last steps are up to 0.5 % of the loss.
-            "float64" gives those of 1.0.
+            "float64" gives the numbers of 1.0.
 
     Raises:
         ValueError: for unknown values, or values that do not fit together.
@@ -76,7 +77,6 @@ class IDDPM:
     sigma_small: bool = False
     predict_xstart: bool = False
     use_kl: bool = False
-    rescale_learned_sigmas: bool = False
     cfg_scale: float = 4.0
     cfg_channel: int | None = None
     sampler: Literal["ancestral", "ddim"] = "ancestral"
@@ -87,14 +87,14 @@ class IDDPM:
     def __post_init__(self) -> None:
         self._check_values()
 
-        wanted, found = self.num_sampling_steps, len(self.timestep_map)
-        if self.timestep_respacing and wanted not in (0, found):
+        requested, count = self.num_sampling_steps, len(self.timestep_map)
+        if self.timestep_respacing and requested not in (0, count):
             raise ValueError(
-                f"got num_sampling_steps {wanted} and timestep_respacing "
-                f"{self.timestep_respacing!r}, which makes {found} steps; expected one of the two, "
+                f"got num_sampling_steps {requested} and timestep_respacing "
+                f"{self.timestep_respacing!r}, which makes {count} steps; expected one of the two, "
                 "or the same number; remove num_sampling_steps"
             )
-        object.__setattr__(self, "num_sampling_steps", found)
+        object.__setattr__(self, "num_sampling_steps", count)
 
         self.steps  # noqa: B018  # raises for an unknown schedule
 
@@ -111,14 +111,6 @@ class IDDPM:
                 f"got ddim_eta {self.ddim_eta}; expected 0 (no noise) to 1 (as much as ancestral "
                 "with sigma_small); change it"
             )
-
-        choices = {"sampler": ["ancestral", "ddim"], "table_dtype": ["float64", "float32"]}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(
-                    f"got {name} {value!r}; expected one of {known}; choose one of these"
-                )
 
         if self.cfg_channel is not None and self.cfg_channel < 1:
             raise ValueError(
@@ -191,7 +183,7 @@ class IDDPM:
 
         Args:
             prediction: ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank holds. The
-                terms of all ranks' shards add up to those of the whole prediction.
+                terms of all ranks' shards add up to the terms of the whole prediction.
         """
         local = Positions.of(
             prediction,
@@ -215,8 +207,6 @@ class IDDPM:
             bound = local.means(self._bound(step, mean_part, rest, x_start, x_t))
             if self.use_kl:
                 bound = bound * len(self.timestep_map)
-            elif self.rescale_learned_sigmas:
-                bound = bound * (len(self.timestep_map) / 1000)
             terms["vb"] = bound
 
         return terms
@@ -232,12 +222,11 @@ class IDDPM:
         nll = discretised_nll(x_start, mean, log_variance)
         return torch.where(step.is_first.bool(), nll, kl) * BITS
 
-    def reverse_step(
-        self, predicted: Tensor, x_t: Tensor, t: Tensor, *, clip: bool = False
-    ) -> ReverseStep:
+    def reverse_step(self, predicted: Tensor, x_t: Tensor, t: Tensor) -> ReverseStep:
         """The distribution of ``x_{t-1}`` for a prediction ``[B, C_out, F, h, w]`` at t ``[B]``."""
         first, rest = predicted.tensor_split([x_t.shape[1]], dim=1)
-        return self._reverse_step(self.steps.at(t, x_t), first, rest, x_t, clip=clip)
+        step = self.steps.at(t, x_t)
+        return self._reverse_step(step, first, rest, x_t, clip=self.clip_denoised)
 
     def _reverse_step(
         self, step: Steps, first: Tensor, rest: Tensor, x_t: Tensor, *, clip: bool
@@ -258,7 +247,7 @@ class IDDPM:
 
     def ancestral_step(self, predicted: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """A sample of ``x_{t-1}`` from ``noise`` of its shape; step 0 adds no noise."""
-        reverse = self.reverse_step(predicted, x_t, t, clip=self.clip_denoised)
+        reverse = self.reverse_step(predicted, x_t, t)
         adds_noise = 1 - self.steps.at(t, x_t).is_first
         return reverse.mean + adds_noise * torch.exp(0.5 * reverse.log_variance) * noise
 
@@ -267,7 +256,7 @@ class IDDPM:
     ) -> Tensor:
         """``x_{t-1}`` as in DDIM (Song et al., 2020); ``ddim_eta`` above 0 needs ``noise``."""
         step = self.steps.at(t, x_t)
-        x_start = self.reverse_step(predicted, x_t, t, clip=self.clip_denoised).x_start
+        x_start = self.reverse_step(predicted, x_t, t).x_start
 
         # The noise in x_t that remains for this x_start.
         epsilon = (step.sqrt_recip_alpha_bar * x_t - x_start) / step.sqrt_recipm1_alpha_bar
@@ -279,8 +268,8 @@ class IDDPM:
         return x if noise is None else x + (1 - step.is_first) * sigma * noise
 
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-        """The guided prediction, with the variance of the captioned half; see ``guided``."""
-        return guided(model, self.cfg_scale, channels=self.cfg_channel, **inputs)
+        """The guided prediction, with the variance of the captioned half; see ``Guidance``."""
+        return Guidance(model, lambda step: self.cfg_scale, channels=self.cfg_channel, **inputs)
 
     def sample(
         self,
@@ -290,8 +279,7 @@ class IDDPM:
         geometry: Geometry | None = None,
         frame_levels: Tensor | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
-        on_step: Callable[[], object] | None = None,
-        edit_step: EditStep | None = None,
+        on_step: OnStep | None = None,
     ) -> Tensor:
         """Denoise ``z`` step by step; returns data of the shape of ``z``.
 
@@ -307,8 +295,7 @@ class IDDPM:
             draw_noise: ``draw_noise(k)`` of the shape of z, the k-th draw of the loop: one per
                 step, or none for "ddim" with ``ddim_eta`` 0. With ``frame_levels`` there is one
                 more per step, before the other.
-            on_step: called after each step.
-            edit_step: may replace the latents after each step.
+            on_step: called after each step; may return other latents.
 
         Raises:
             ValueError: without ``draw_noise`` where it is needed.
@@ -338,8 +325,7 @@ class IDDPM:
 
             if first_step is not None:
                 z = torch.where(by_frame(first_step >= index), z, previous)
-            if edit_step is not None:
-                z = edit_step(number, t, z)
             if on_step is not None:
-                on_step()
+                edited = on_step(number, t, z)
+                z = z if edited is None else edited
         return z

@@ -66,7 +66,7 @@ class Positions:
             video_mask = prediction.layout.grid.mask.positions
 
         mask = _combined(x_mask, video_mask)
-        # Masks may lie on the CPU, as those of the model.
+        # Masks may lie on the CPU, as the model's do.
         mask = None if mask is None else to_device(mask, tensors[0].device)
         if mask is None:
             count = torch.full((num_samples,), math.prod(size), device=tensors[0].device)
@@ -87,6 +87,7 @@ class Positions:
         sums = values.sum(-1)  # [N, *]
         if self.counted is not None:
             sums = sums * self.counted
+        # Rows of a shard belong to several samples.
         totals = values.new_zeros(len(self.count)).index_add(0, self.sample, sums.flatten(1).sum(1))
         return totals / self.count.clamp(min=1)
 
@@ -135,7 +136,7 @@ def velocity_loss(
 
     Args:
         prediction: a model's output ``[B, C_out, F, h, w]``, or the ``Shard`` of it that this rank
-            holds. Channels beyond those of the target are ignored.
+            holds. Channels beyond the target's are ignored.
         target: ``[B, c, F, h, w]``, whole in either case.
         x_mask: bool ``[B, F]``; frames where it is False do not count.
         video_mask: bool ``[B, F, h, w]``, the input of the model. Clips of different sizes have the
@@ -163,6 +164,7 @@ def frame_weights(num_frames: int, conditioning_frames: Sequence[int], weight: f
     Args:
         weight: 0 to 1; more would leave less than nothing to the other frames.
     """
+    # A frame may be named twice.
     index = sorted(set(conditioning_frames))
     others = num_frames - len(index)
     rest = (num_frames - len(index) * weight) / others if others else 1.0
@@ -172,13 +174,13 @@ def frame_weights(num_frames: int, conditioning_frames: Sequence[int], weight: f
 
 
 def samples_of_mean(weight: LossWeight, *, micro_batch: int, sizes: Sequence[int]) -> int:
-    """What the loss of a sample is divided by in the mean of an optimizer step.
+    """Divisor of a sample's loss in the mean of an optimizer step.
 
     That is ``global_samples`` of ``rank_loss``.
 
     Args:
         weight: "sample" is the mean over all samples of the step; "micro_batch" the mean over its
-            micro-batches of the mean over their samples, as if each were a step of its own.
+            micro-batches of the mean over their samples, as if each were a step.
         micro_batch: samples of the sample's own micro-batch; 0 where a rank runs one of zeros.
         sizes: samples of all micro-batches of the step.
     """

@@ -1,21 +1,23 @@
-"""The interface of diffusion processes for training and sampling, and classifier-free guidance.
+"""The interface of diffusion processes for training and sampling.
 
 Legend: B samples, c latent channels, F latent frames, h x w latent size, N timesteps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from opensora_sp.models.conditioning import sample_numbers
+
 Prediction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``predict(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> ``[B, C_out, F, h, w]``."""
-EditStep = Callable[[int, Tensor, Tensor], Tensor]
-"""``edit_step(number of the step, t [B], latents after it)`` -> the latents to continue with."""
+OnStep = Callable[[int, Tensor, Tensor], Tensor | None]
+"""``on_step(number of the step, t [B], latents)`` -> latents to continue with instead, or None."""
 
 
 @dataclass(frozen=True)
@@ -126,56 +128,9 @@ class DiffusionProcess(Protocol):
         geometry: Geometry | None = None,
         frame_levels: Tensor | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
-        on_step: Callable[[], object] | None = None,
-        edit_step: EditStep | None = None,
+        on_step: OnStep | None = None,
     ) -> Tensor:
         """Sample data from noise ``z [B, c, F, h, w]``; ``draw_noise(k)`` is the k-th draw."""
-
-
-def predictions_per_step(process: DiffusionProcess, *, by_frames: bool) -> int:
-    """Predictions that a sampling step makes of each sample: by how much guidance enlarges a batch.
-
-    Args:
-        by_frames: whether conditioning frames guide (``image_guidance.py``). This takes three,
-            whatever the scales; guidance by text alone takes two, and a ``cfg_scale`` of 1 one.
-    """
-    if by_frames:
-        return 3
-    return 1 if process.cfg_scale == 1 else 2
-
-
-def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-    """The conditional prediction alone: guidance of scale 1 at half the cost."""
-    return lambda x, t, x_mask: model(x, t, x_mask=x_mask, **inputs).to(x.dtype)
-
-
-def guided(
-    model: Callable[..., Tensor],
-    scale: float,
-    *,
-    channels: int | None = None,
-    **inputs: Any,
-) -> Prediction:
-    """Classifier-free guidance (Ho & Salimans, 2022) over a doubled batch, conditional half first.
-
-    Args:
-        model: called as ``model(x, t, **inputs)`` on the doubled batch.
-        scale: 1 is the conditional prediction alone.
-        channels: number of output channels that are guided, by default those of x. Further ones,
-            such as a learned variance, are those of the conditional half.
-        inputs: further model inputs for the doubled batch, such as ``drop_caption [2 * B]``.
-    """
-
-    def predict(x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
-        doubled_mask = None if x_mask is None else torch.cat([x_mask, x_mask])
-        out = model(torch.cat([x, x]), torch.cat([t, t]), x_mask=doubled_mask, **inputs)
-        guided_channels = [x.shape[1] if channels is None else channels]
-        conditional, unconditional = out.to(x.dtype).chunk(2)
-        conditional, rest = conditional.tensor_split(guided_channels, dim=1)
-        unconditional, _ = unconditional.tensor_split(guided_channels, dim=1)
-        return torch.cat([unconditional + scale * (conditional - unconditional), rest], dim=1)
-
-    return predict
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -186,3 +141,32 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
 def by_frame(mask: Tensor) -> Tensor:
     """``[B, F]`` -> ``[B, 1, F, 1, 1]``."""
     return mask[:, None, :, None, None]
+
+
+def size_conditions(
+    process: DiffusionProcess,
+    sample_inputs: Iterable[str],
+    shape: tuple[int, int, int],
+    fps: Tensor,
+    *,
+    latent_frames: int,
+) -> tuple[Geometry, dict[str, Tensor]]:
+    """Inputs of a timestep transform and of a model for the sizes of B clips of one shape.
+
+    Args:
+        sample_inputs: the names of the numbers that the model takes,
+        ``model_class(...).sample_inputs``.
+        shape: frames, height and width of the video.
+        fps: frames per second ``[B]``; the results are on its device.
+        latent_frames: frames of the latents.
+
+    Returns:
+        The geometry for the process's timesteps, and the model's keyword arguments, each ``[B]``.
+    """
+    num_frames, *sides = shape
+    height, width = (torch.full((len(fps),), float(side), device=fps.device) for side in sides)
+    geometry = process.geometry(height, width, latent_frames=latent_frames, video_frames=num_frames)
+    numbers = sample_numbers(
+        sample_inputs, height=height, width=width, fps=fps, num_frames=num_frames
+    )
+    return geometry, numbers

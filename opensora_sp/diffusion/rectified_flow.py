@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .conditioning_frames import check_drop_condition
-from .image_guidance import ConditioningFrames, Guidance, Scales
+from .guidance import ConditioningFrames, Guidance
 from .loss import frame_weights, velocity_loss
-from .process import EditStep, Geometry, Noised, Prediction, by_frame, per_sample
+from .process import Geometry, Noised, OnStep, Prediction, by_frame, per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class RectifiedFlow:
     ``loc`` and standard deviation ``scale`` (Esser et al., 2024). This has more timesteps in the
     middle of the path than "uniform".
 
-    The others are of Open-Sora 1.3 (``image_guidance.py``). ``image_cfg_scale`` guides by
+    The others are of Open-Sora 1.3 (``guidance.py``). ``image_cfg_scale`` guides by
     conditioning frames, None as far as ``cfg_scale`` by text. ``use_oscillation_guidance``
     alternates scales with 1 from step ``force_num`` on, for text or image alone as its variants are
     set. ``scale_image_weight`` raises the image's weight over frames from ``initial_image_scale``,
@@ -78,11 +78,6 @@ class RectifiedFlow:
                 raise ValueError(
                     f"got {name} {getattr(self, name)}; expected a positive number; change it"
                 )
-        if self.sample_method not in ("uniform", "logit-normal"):
-            raise ValueError(
-                f"got sample_method {self.sample_method!r}; expected 'uniform' or 'logit-normal'; "
-                "choose one of them"
-            )
         if not 0 <= self.x_cond_weight <= 1:
             raise ValueError(
                 f"got scheduler.x_cond_weight {self.x_cond_weight}; expected 0 to 1, so that the "
@@ -91,7 +86,7 @@ class RectifiedFlow:
         check_drop_condition(self.drop_condition)
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
-        """Accept any model: output channels beyond those of the latent are ignored."""
+        """Accept any model: output channels beyond the latent's are ignored."""
 
     def geometry(
         self, height: Tensor, width: Tensor, *, latent_frames: int, video_frames: int
@@ -147,25 +142,36 @@ class RectifiedFlow:
         With ``mask_index`` among the inputs, frames guide as well, and the inputs are for the batch
         of three.
         """
-        by_image = bool(inputs.get("mask_index"))
-        return Guidance(model, self.scales, by_image=by_image, flaw_fix=self.use_flaw_fix, **inputs)
-
-    @property
-    def scales(self) -> Scales:
-        """The guidance scales of each step."""
-
-        def oscillates(own: bool | None) -> bool:
-            return self.use_oscillation_guidance if own is None else own
-
-        return Scales(
-            text=self.cfg_scale,
-            image=self.cfg_scale if self.image_cfg_scale is None else self.image_cfg_scale,
-            text_oscillates=oscillates(self.use_oscillation_guidance_for_text),
-            image_oscillates=oscillates(self.use_oscillation_guidance_for_image),
-            force_num=self.force_num,
-            image_start=self.initial_image_scale if self.scale_image_weight else None,
-            num_steps=self.num_sampling_steps,
+        return Guidance(
+            model,
+            self.text_scale,
+            self.image_scales if inputs.get("mask_index") else None,
+            flaw_fix=self.use_flaw_fix,
+            **inputs,
         )
+
+    def text_scale(self, step: int) -> float:
+        """The scale of the caption in a step."""
+        return self._oscillating(self.cfg_scale, step, self.use_oscillation_guidance_for_text)
+
+    def image_scales(self, step: int, num_frames: int) -> list[float]:
+        """The scale of the conditioning frames in a step, for each frame.
+
+        With ``scale_image_weight`` it rises linearly from the first frame to the last, and its
+        upper end falls to ``initial_image_scale`` over the steps.
+        """
+        upper = self.cfg_scale if self.image_cfg_scale is None else self.image_cfg_scale
+        upper = self._oscillating(upper, step, self.use_oscillation_guidance_for_image)
+        start = self.initial_image_scale
+        if not self.scale_image_weight or upper <= start:
+            return [upper] * num_frames
+
+        upper -= (upper - start) * step / max(1, self.num_sampling_steps - 1)
+        return [start + (upper - start) * i / max(1, num_frames - 1) for i in range(num_frames)]
+
+    def _oscillating(self, scale: float, step: int, variant: bool | None) -> float:
+        oscillates = self.use_oscillation_guidance if variant is None else variant
+        return 1.0 if oscillates and step >= self.force_num and step % 2 == 1 else scale
 
     def sampling_timesteps(
         self, num_samples: int, geometry: Geometry | None = None, **options: Any
@@ -192,13 +198,12 @@ class RectifiedFlow:
         frame_levels: Tensor | None = None,
         conditioning_frames: ConditioningFrames | None = None,
         draw_noise: Callable[[int], Tensor] | None = None,
-        on_step: Callable[[], object] | None = None,
-        edit_step: EditStep | None = None,
+        on_step: OnStep | None = None,
     ) -> Tensor:
         """Follow the velocity from noise ``z`` to data in n Euler steps.
 
         Args:
-            predict: the guided network; output channels beyond those of z are ignored.
+            predict: the guided network; output channels beyond z's are ignored.
             z: noise ``[B, c, F, h, w]``, with conditioning frames where ``frame_levels`` is below
                 1.
             frame_levels: ``[B, F]`` in [0, 1], the share of the path from data to noise that a
@@ -207,8 +212,7 @@ class RectifiedFlow:
                 by noised data in each step.
             draw_noise: ``draw_noise(step)`` of the shape of z, needed with ``frame_levels`` and for
                 ``use_sdedit``.
-            on_step: called after each step.
-            edit_step: may replace the latents after each step.
+            on_step: called after each step; may return other latents.
 
         Returns:
             Data of the shape of ``z``.
@@ -249,10 +253,9 @@ class RectifiedFlow:
 
             if active is not None:
                 z = torch.where(by_frame(active), z, previous)
-            if edit_step is not None:
-                z = edit_step(i, t, z)
             if on_step is not None:
-                on_step()
+                latents = on_step(i, t, z)
+                z = z if latents is None else latents
         return z
 
     def _transform(self, t: Tensor, geometry: Geometry | None) -> Tensor:

@@ -36,8 +36,7 @@ def planned_latent_size(
     vae: dict[str, Any], num_frames: int, height: int, width: int
 ) -> tuple[int, int, int]:
     """The latent size (frames, height, width) of a config's ``vae``; no weights are loaded."""
-    options = {key: value for key, value in vae.items() if key != "type"}
-    encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
+    encoder, options = _class_and_options(vae)
     if hasattr(encoder, "planned_latent_size"):
         return encoder.planned_latent_size(num_frames, height, width, **options)
 
@@ -47,20 +46,21 @@ def planned_latent_size(
 
 def planned_decoded_frames(vae: dict[str, Any], num_frames: int) -> int:
     """Frames that come back of a clip that a config's ``vae`` encodes; no weights are loaded."""
-    options = {key: value for key, value in vae.items() if key != "type"}
-    encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
-    if not hasattr(encoder, "planned_decoded_frames"):
-        return num_frames
-    return encoder.planned_decoded_frames(num_frames, **options)
+    encoder, options = _class_and_options(vae)
+    planned = getattr(encoder, "planned_decoded_frames", None)
+    return num_frames if planned is None else planned(num_frames, **options)
 
 
 def planned_whole_frames(vae: dict[str, Any], num_frames: int) -> int:
     """The most of a reference's frames that a config's ``vae`` encodes in whole chunks."""
-    options = {key: value for key, value in vae.items() if key != "type"}
-    encoder = component_class("vae", vae["type"], LATENT_ENCODERS)
-    if not hasattr(encoder, "planned_whole_frames"):
-        return num_frames
-    return encoder.planned_whole_frames(num_frames, **options)
+    encoder, options = _class_and_options(vae)
+    planned = getattr(encoder, "planned_whole_frames", None)
+    return num_frames if planned is None else planned(num_frames, **options)
+
+
+def _class_and_options(vae: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    options = {name: vae[name] for name in vae if name != "type"}
+    return component_class("vae", vae["type"], LATENT_ENCODERS), options
 
 
 __all__ = [

@@ -31,7 +31,7 @@ class LatentEncoder(Protocol):
     the frames that a part shares with the one before it.
 
     A class whose construction loads weights gives a classmethod ``planned_latent_size(num_frames,
-    height, width, **options)`` beside ``latent_size``, which the planner calls instead.
+    height, width, **options)`` as well as ``latent_size``, which the planner calls instead.
     """
 
     channels: int
@@ -129,6 +129,7 @@ def chunks(count: int, size: int, overlap: int = 0) -> list[slice]:
 
     Neighbours have ``overlap`` entries in common.
     """
+    # At least one, also of a clip that is shorter than the overlap.
     starts = range(0, max(count - overlap, 1), size - overlap)
     return [slice(start, min(start + size, count)) for start in starts]
 

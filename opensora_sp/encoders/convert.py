@@ -42,7 +42,7 @@ def fetched(source: str, *, allow_pickle: bool = False) -> Path:
 
 
 def is_encoder(source: Path) -> bool:
-    """Whether a folder's ``config.json`` is that of a VAE or a T5."""
+    """True if a folder's ``config.json`` describes a VAE or a T5."""
     config = (saved_config(source) if source.is_dir() else None) or {}
     names = [config.get("_class_name"), *(config.get("architectures") or ())]
     return any(str(name).startswith(ENCODERS) for name in names)
@@ -73,8 +73,8 @@ def convert_encoder(
 
     with new_folder(target) as folder:
         # As diffusers' and transformers' save_pretrained name them.
-        of_diffusers = "_class_name" in weights.config
-        stem = "diffusion_pytorch_model" if of_diffusers else "model"
+        is_of_diffusers = "_class_name" in weights.config
+        stem = "diffusion_pytorch_model" if is_of_diffusers else "model"
         _write_tensors(weights.tensors, folder, stem, max_shard_size)
 
         for file in sorted(source.iterdir()):

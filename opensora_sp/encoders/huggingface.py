@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from opensora_sp.common.tensors import DTYPES
 
 from .base import check_latent_frames
-from .loading import (
-    Dtype,
-    FrozenEncoder,
-    PretrainedFiles,
-    load_tensors,
-    saved_config,
-)
+from .loading import Dtype, FrozenEncoder, load_tensors, saved_config
 
 logger = logging.getLogger(__name__)
 SD_FACTOR = 8  # pixels per latent position in the autoencoders of Stable Diffusion
@@ -62,17 +56,10 @@ class FrameAutoencoder(nn.Module):
         self.channels: int = module.config.latent_channels
         self.factor = spatial_factor(module.config.block_out_channels)
 
-    def encode(self, video: Tensor, noise: Tensor | None = None) -> Tensor:
-        """``[B, 3, F, height, width]`` -> ``[B, c, F, h, w]``: posterior means, or samples.
-
-        Args:
-            noise: standard normal ``[B, c, F, h, w]`` for samples; None for means.
-        """
-        parts = [self.module.encode(part).latent_dist for part in self._micro_batches(video)]
-        latents = self._joined([part.mean for part in parts], video)
-        if noise is not None:
-            latents = latents + self._joined([part.std for part in parts], video) * noise
-        return latents * self.scaling_factor
+    def encode(self, video: Tensor) -> Tensor:
+        """``[B, 3, F, height, width]`` -> posterior means ``[B, c, F, h, w]``."""
+        parts = [self.module.encode(part).latent_dist.mean for part in self._micro_batches(video)]
+        return self._joined(parts, video) * self.scaling_factor
 
     def decode(self, latents: Tensor) -> Tensor:
         """``[B, c, F, h, w]`` -> ``[B, 3, F, height, width]``."""
@@ -99,7 +86,7 @@ class ImageVAE(FrozenEncoder):
         subfolder: folder of the autoencoder inside a pipeline.
         micro_batch_size: frames encoded or decoded in one batch; None for all.
         dtype: "fp32", "bf16" or "fp16" for the weights; latents and videos are float32.
-        scaling_factor: factor of the latents; None for that of the autoencoder's configuration.
+        scaling_factor: factor of the latents; None for the value in the autoencoder's config.json.
         round_down: round sizes that are not multiples of 8 pixels down, as in Open-Sora 1.2; False
             makes them errors, as in Open-Sora 1.0.
         offload: keep the weights on the CPU between calls.
@@ -121,31 +108,9 @@ class ImageVAE(FrozenEncoder):
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
-        self._build(
-            PretrainedFiles(from_pretrained, "vae", subfolder),
-            from_pretrained=from_pretrained,
-            subfolder=subfolder,
-            micro_batch_size=micro_batch_size,
-            dtype=dtype,
-            scaling_factor=scaling_factor,
-            round_down=round_down,
-        )
-        self.requires_grad_(False).eval()
-
-    def _build(
-        self,
-        files: PretrainedFiles | None,
-        *,
-        from_pretrained: str,
-        subfolder: str | None,
-        micro_batch_size: int | None,
-        dtype: Dtype,
-        scaling_factor: float | None,
-        round_down: bool,
-        **_: Any,
-    ) -> None:
         from diffusers import AutoencoderKL
 
+        files = self.open_files(from_pretrained, "vae", subfolder)
         if files is None:
             with torch.device("meta"):
                 vae = AutoencoderKL.from_config(saved_config(from_pretrained, subfolder) or SD_VAE)
@@ -167,6 +132,7 @@ class ImageVAE(FrozenEncoder):
         self.channels = self.frames.channels
         self.micro_batch_size = micro_batch_size
         self.scale = 1 / scaling_factor
+        self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.checkpoint import PickledWeightsError, convert_command, hub, open_weights
+from opensora_sp.checkpoint import hub, open_weights
 from opensora_sp.checkpoint import saved_config as read_config
 from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.reader import PickledWeightsError, convert_command
 
-# What is downloaded of a repository, as patterns of fnmatch.
+# Files to download of a repository, as patterns of fnmatch.
 HUB_FILES = (
     "config.json",
     "model.safetensors",
@@ -40,11 +40,8 @@ Offload = bool | Literal["layers"]
 class FrozenEncoder(nn.Module):
     """A network that is never trained.
 
-    A subclass builds itself in ``_build``, with weights or, for plans, without.
-
-    Attributes:
-        _build: ``_build(files, **options)`` with all options of the constructor. Without ``files``
-            the network is on the meta device.
+    The constructor of a subclass opens its files with ``open_files``, and builds itself on the meta
+    device where these are None.
 
     Args:
         offload: keep the weights on the CPU, and copy them to the device of ``to`` for each
@@ -52,27 +49,29 @@ class FrozenEncoder(nn.Module):
             entry of the largest ``ModuleList`` is copied for its own call alone.
     """
 
-    _build: Callable[..., None]
+    is_planned = False
 
     def __init__(self, *, offload: Offload) -> None:
         super().__init__()
-        self.offload = offload
-        self.device = torch.device("cpu")
+        self.offload = False if self.is_planned else offload
+        self.device = torch.device("meta" if self.is_planned else "cpu")
 
     @classmethod
     def planned(cls, **options: Any) -> Self:
         """The encoder of a config's options on the meta device. Weights are not looked at.
 
-        Its sizes are those of the ``config.json`` of a local folder, or else of the public release.
+        Its sizes are read from the ``config.json`` of a local folder, or else are the release's.
         """
         encoder = cls.__new__(cls)
-        FrozenEncoder.__init__(encoder, offload=False)
-        encoder.device = torch.device("meta")
-        defaults = {
-            name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()
-        }
-        encoder._build(None, **defaults | options)
-        return encoder.requires_grad_(False).eval()
+        encoder.is_planned = True
+        encoder.__init__(**options)  # type: ignore[misc]
+        return encoder
+
+    def open_files(
+        self, source: str, key: str, subfolder: str | None = None
+    ) -> PretrainedFiles | None:
+        """The files to load, see ``PretrainedFiles``; None for a planned encoder."""
+        return None if self.is_planned else PretrainedFiles(source, key, subfolder)
 
     def to(self, device: torch.device | str) -> FrozenEncoder:  # type: ignore[override]
         self.device = torch.device(device)
@@ -81,13 +80,14 @@ class FrozenEncoder(nn.Module):
     @property
     def streamed_layers(self) -> list[nn.Module]:
         """The layers that are copied one at a time with ``offload="layers"``."""
+        # The blocks of a network are nearly all of its weights.
         lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
         return list(max(lists, key=weight_bytes, default=[]))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A context in which the weights are on the device of ``to``, those of streamed layers
-        while the layer is called.
+        """A context in which the weights are on the device of ``to``; weights of streamed layers
+        are there while the layer is called.
         """
         with ExitStack() as stack:
             if self.offload:
@@ -101,9 +101,10 @@ class FrozenEncoder(nn.Module):
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of parameters and buffers; what is shared counts once."""
+    """Bytes of parameters and buffers; a shared tensor counts once."""
     tensors = (*module.parameters(), *module.buffers())
-    return sum(tensor.nbytes for tensor in {id(one): one for one in tensors}.values())
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return sum(tensor.nbytes for tensor in distinct.values())
 
 
 @contextmanager
@@ -118,6 +119,7 @@ def copied(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]
     copies = {id(tensor): tensor.detach().to(device) for _, _, tensor in originals}
     try:
         for module, name, tensor in originals:
+            # Replaced by name: the modules keep no reference to the copy after the call.
             copy = copies[id(tensor)]
             if isinstance(tensor, nn.Parameter):
                 copy = nn.Parameter(copy, requires_grad=False)
@@ -210,8 +212,8 @@ class PretrainedFiles:
         folder = self.folder
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         if not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
-            found = ", ".join(names[:MAX_LISTED]) or "no files"
-            raise ValueError(f"none of its files holds any; there are: {found}")
+            names_listed = ", ".join(names[:MAX_LISTED]) or "no files"
+            raise ValueError(f"none of its files holds any; there are: {names_listed}")
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -262,7 +264,7 @@ class PretrainedFiles:
         )
 
     def _has_pickles_on_the_hub(self) -> bool:
-        """Whether the hub has no safetensors of a name, but pickles, which are not downloaded."""
+        """True if the hub has no safetensors of a name, but pickles, which are not downloaded."""
         name = None if self.is_local else HubName.parse(self.source)
         if name is None or any(self.folder.glob("*.safetensors")) or not hub.answers():
             return False
@@ -286,7 +288,7 @@ def download(name: str, subfolder: str = "") -> Path:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Assign tensors to a model on the meta device; those of other names are not used.
+    """Assign tensors to a model on the meta device; tensors of other names are not used.
 
     Raises:
         ValueError: if one is missing.
@@ -317,12 +319,14 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
         within = "" if name is None else name.path
         config = str(Path(within, subfolder or "", "config.json"))
         try:
-            found = name and try_to_load_from_cache(name.repository, config, revision=name.revision)
+            cached = name and try_to_load_from_cache(
+                name.repository, config, revision=name.revision
+            )
         except HFValidationError:
-            found = None  # the path of a folder on another machine
-        if not isinstance(found, str):
+            cached = None  # the path of a folder on another machine
+        if not isinstance(cached, str):
             return None
-        folder = Path(found).parent
+        folder = Path(cached).parent
 
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

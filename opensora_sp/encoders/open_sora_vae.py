@@ -35,7 +35,7 @@ IMAGE_LATENT_FACTOR = 0.18215
 
 
 class ChunkVAE(nn.Module):
-    """The autoencoder of one chunk; names of tensors are those of the released weights."""
+    """The autoencoder of one chunk; tensors are named as in the released weights."""
 
     scale: Tensor
     shift: Tensor
@@ -52,11 +52,9 @@ class ChunkVAE(nn.Module):
         )
         self.temporal_vae = temporal_vae
 
-    def encode(
-        self, video: Tensor, spatial_noise: Tensor | None, temporal_noise: Tensor | None
-    ) -> Tensor:
-        posterior = self.temporal_vae.encode(self.spatial_vae.encode(video, spatial_noise))
-        return (posterior.sample(temporal_noise).to(self.scale.dtype) - self.shift) / self.scale
+    def encode(self, video: Tensor) -> Tensor:
+        means = self.temporal_vae.encode(self.spatial_vae.encode(video))
+        return (means.to(self.scale.dtype) - self.shift) / self.scale
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
         dtype = next(self.temporal_vae.quant_conv.parameters()).dtype
@@ -67,8 +65,7 @@ class ChunkVAE(nn.Module):
 class OpenSoraVAE(FrozenEncoder):
     """``OpenSoraVAE_V1_2``, the autoencoder of the released STDiT3 (Zheng et al., 2024, Open-Sora).
 
-    Latents are posterior means. With noise, they are samples of both posteriors, as always in the
-    release.
+    Latents are posterior means; the release draws samples.
 
     Args:
         from_pretrained: local folder with the release's ``config.json`` and ``model.safetensors``,
@@ -80,7 +77,7 @@ class OpenSoraVAE(FrozenEncoder):
         offload: keep the weights on the CPU between calls.
 
     Raises:
-        ValueError: if it cannot be found, or its tensors are not exactly those of this autoencoder.
+        ValueError: if it cannot be found, or has other tensors than this autoencoder.
     """
 
     def __init__(
@@ -97,25 +94,7 @@ class OpenSoraVAE(FrozenEncoder):
                 f"got micro_frame_size {micro_frame_size}; expected >= 1; change "
                 "vae.micro_frame_size"
             )
-        self._build(
-            PretrainedFiles(from_pretrained, "vae"),
-            from_pretrained=from_pretrained,
-            micro_frame_size=micro_frame_size,
-            micro_batch_size=micro_batch_size,
-            dtype=dtype,
-        )
-        self.requires_grad_(False).eval()
-
-    def _build(
-        self,
-        files: PretrainedFiles | None,
-        *,
-        from_pretrained: str,
-        micro_frame_size: int | None,
-        micro_batch_size: int | None,
-        dtype: Dtype,
-        **_: Any,
-    ) -> None:
+        files = self.open_files(from_pretrained, "vae")
         release = (saved_config(from_pretrained) or {}) if files is None else files.config()
         # Built on the meta device, since the file has all weights.
         with torch.device("meta"):
@@ -125,6 +104,7 @@ class OpenSoraVAE(FrozenEncoder):
             load_strictly(self.chunk_vae, files)
 
         self.dtype = DTYPES[dtype]
+        # Each alone: shift and scale stay float32.
         self.chunk_vae.spatial_vae.to(self.dtype)
         self.chunk_vae.temporal_vae.to(self.dtype)
 
@@ -133,6 +113,7 @@ class OpenSoraVAE(FrozenEncoder):
         self.chunk_latent_frames = None
         if micro_frame_size is not None:
             self.chunk_latent_frames = math.ceil(micro_frame_size / TIME_FACTOR)
+        self.requires_grad_(False).eval()
 
     @property
     def scale(self) -> Tensor:
@@ -143,20 +124,8 @@ class OpenSoraVAE(FrozenEncoder):
         return self.chunk_vae.get_buffer("shift")
 
     @torch.no_grad()
-    def encode(
-        self,
-        video: Tensor,
-        *,
-        spatial_noise: Tensor | None = None,
-        temporal_noise: Tensor | None = None,
-    ) -> Tensor:
-        """``[B, 3, F, height, width]`` in [-1, 1] -> ``[B, c, f, h, w]``.
-
-        Args:
-            video: any number of frames.
-            spatial_noise: standard normal ``[B, c, F, h, w]`` for samples of the frames' latents.
-            temporal_noise: standard normal ``[B, c, f, h, w]`` for samples of the clip's latents.
-        """
+    def encode(self, video: Tensor) -> Tensor:
+        """``[B, 3, F, height, width]`` in [-1, 1], any number of frames -> ``[B, c, f, h, w]``."""
         num_frames, height, width = video.shape[2:]
         latent_frames, *_ = self.latent_size(num_frames, height, width)
         pieces = independent_pieces(self, num_frames=num_frames, latent_frames=latent_frames)
@@ -165,9 +134,7 @@ class OpenSoraVAE(FrozenEncoder):
         with self.on_device():
             for piece in pieces:
                 frames = video[:, :, piece.frames].to(self.device, self.dtype)
-                spatial = self._part(spatial_noise, piece.frames)
-                temporal = self._part(temporal_noise, piece.latents)
-                parts.append(self.chunk_vae.encode(frames, spatial, temporal).float())
+                parts.append(self.chunk_vae.encode(frames).float())
         return torch.cat(parts, dim=2)
 
     @torch.no_grad()
@@ -187,9 +154,6 @@ class OpenSoraVAE(FrozenEncoder):
                 length = piece.frames.stop - piece.frames.start
                 parts.append(self.chunk_vae.decode(z, num_frames=length).float())
         return torch.cat(parts, dim=2)
-
-    def _part(self, noise: Tensor | None, frames: slice) -> Tensor | None:
-        return None if noise is None else noise[:, :, frames].to(self.device, self.dtype)
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
         return self.planned_latent_size(
@@ -220,11 +184,11 @@ def build_parts(release: dict[str, Any], source: str) -> tuple[Any, TemporalVAE]
     """The image and the temporal autoencoder of a released ``config.json``, without weights.
 
     Its ``vae_2d`` names the image autoencoder that training started from. Its ``config.json`` is
-    used if it is a local folder, or one in ``source``; the default is that of Stable Diffusion.
+    used if it is a local folder, or one in ``source``; the default is Stable Diffusion's.
     ``vae_temporal`` has constructor values.
 
     Raises:
-        ValueError: for unknown values, or another autoencoder than that of Open-Sora 1.2.
+        ValueError: for unknown values, or another autoencoder than Open-Sora 1.2's.
     """
     from diffusers import AutoencoderKL
 
@@ -232,7 +196,7 @@ def build_parts(release: dict[str, Any], source: str) -> tuple[Any, TemporalVAE]
 
     options = dict(release.get("vae_temporal") or {})
     options.pop("from_pretrained", None)
-    # The default of the class differs from that of the released preset.
+    # The released preset has another value than the default of the class.
     if options.pop("type", None) == "VAE_Temporal":
         options.setdefault("temporal_downsample", (True, True, False))
 
@@ -264,7 +228,7 @@ def _image_config(release: dict[str, Any], source: str) -> dict[str, Any] | None
 
 
 def load_strictly(chunk_vae: ChunkVAE, files: PretrainedFiles) -> None:
-    """Load weights whose names and shapes must be those of ``chunk_vae``.
+    """Load weights, whose names and shapes must be as in ``chunk_vae``.
 
     Raises:
         ValueError: if they are not.
@@ -280,7 +244,7 @@ def load_strictly(chunk_vae: ChunkVAE, files: PretrainedFiles) -> None:
     except RuntimeError as error:
         raise ValueError(
             f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
-            "those of OpenSoraVAE_V1_2 as its config.json describes it; choose another "
+            "weights of OpenSoraVAE_V1_2 as its config.json describes it; choose another "
             "vae.from_pretrained"
         ) from None
 

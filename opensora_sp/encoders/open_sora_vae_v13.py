@@ -26,7 +26,6 @@ from .base import chunks
 from .latent_statistics import STATISTICS
 from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
 from .space_time_vae import FrameStep, SpaceTimeVAE, tile_convolutions
-from .video_vae import DiagonalGaussian
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
 # Values of its constructors that do not set a size.
@@ -36,8 +35,8 @@ WITHOUT_SIZE = ("type", "double_z", "temporal_downsample", "micro_batch_size_2d"
 class OpenSoraVAEv13(FrozenEncoder):
     """``OpenSoraVAE_V1_3``, the autoencoder of the STDiT3 that Open-Sora 1.3 released.
 
-    Latents are posterior means. With noise, they are samples, as always in the release. Defaults
-    are those of the release: a clip as one chunk, without normalization.
+    Latents are posterior means; the release draws samples. Defaults are the release's: a clip as
+    one chunk, without normalization.
 
     Args:
         from_pretrained: local folder with the weights, or a hub name. Sizes are those released,
@@ -57,8 +56,8 @@ class OpenSoraVAEv13(FrozenEncoder):
         offload: keep the weights on the CPU between calls.
 
     Raises:
-        ValueError: for options that do not fit each other, if it cannot be found, or its tensors
-            are not exactly those of this autoencoder.
+        ValueError: for options that do not fit each other, if it cannot be found, or has other
+            tensors than this autoencoder.
     """
 
     def __init__(
@@ -86,37 +85,7 @@ class OpenSoraVAEv13(FrozenEncoder):
             tile_size=tile_size,
         )
 
-        self._build(
-            PretrainedFiles(from_pretrained, "vae"),
-            from_pretrained=from_pretrained,
-            z_channels=z_channels,
-            micro_batch_size=micro_batch_size,
-            micro_frame_size=micro_frame_size,
-            temporal_overlap=temporal_overlap,
-            micro_batch_size_2d=micro_batch_size_2d,
-            normalization=normalization,
-            use_tiled_conv3d=use_tiled_conv3d,
-            tile_size=tile_size,
-            dtype=dtype,
-        )
-        self.requires_grad_(False).eval()
-
-    def _build(
-        self,
-        files: PretrainedFiles | None,
-        *,
-        from_pretrained: str,
-        z_channels: int,
-        micro_batch_size: int | None,
-        micro_frame_size: int | None,
-        temporal_overlap: bool,
-        micro_batch_size_2d: int | None,
-        normalization: str | None,
-        use_tiled_conv3d: bool,
-        tile_size: int,
-        dtype: Dtype,
-        **_: Any,
-    ) -> None:
+        files = self.open_files(from_pretrained, "vae")
         folder = from_pretrained if files is None else files.folder
         # Built on the meta device, since the file has all weights.
         with torch.device("meta"):
@@ -139,6 +108,7 @@ class OpenSoraVAEv13(FrozenEncoder):
         # Float32, whatever the weights are: [c or 1, 1 or 5].
         self.register_buffer("shift", _table(mean), persistent=False)
         self.register_buffer("std", _table(std), persistent=False)
+        self.requires_grad_(False).eval()
 
     @property
     def scale(self) -> Tensor:
@@ -166,28 +136,21 @@ class OpenSoraVAEv13(FrozenEncoder):
 
     @property
     def _chunks_are_independent(self) -> bool:
-        """Whether each chunk has the statistics that the whole clip has there."""
+        """True if each chunk has the statistics that the whole clip has there."""
         period = self.get_buffer("std").shape[1]
         return self._latent_step is not None and self._latent_step % period == 0
 
     @torch.no_grad()
-    def encode(self, video: Tensor, *, noise: Tensor | None = None) -> Tensor:
-        """``[B, 3, F, height, width]`` in [-1, 1] -> ``[B, c, f, h, w]``.
-
-        Args:
-            noise: standard normal ``[B, c, f, h, w]`` for samples of the posterior.
-        """
+    def encode(self, video: Tensor) -> Tensor:
+        """``[B, 3, F, height, width]`` in [-1, 1] -> ``[B, c, f, h, w]``."""
         parts = []
         with self.on_device():
             for frames in frame_chunks(video.shape[2], self.frame_size, self.temporal_overlap):
-                for clips in self._batches(video[:, :, frames]):
-                    parts.append(self.vae.encode(clips.to(self.device, self.dtype)))
+                batches = self._batches(video[:, :, frames])
+                means = [self.vae.encode(clips.to(self.device, self.dtype)) for clips in batches]
+                parts.append(torch.cat(means).float())
 
-        calls = len(self._batches(video))
-        mean = _joined([part.mean.float() for part in parts], calls)
-        logvar = _joined([part.logvar.float() for part in parts], calls)
-        noise = None if noise is None else noise.to(mean)
-        z = DiagonalGaussian(mean, logvar).sample(noise)
+        z = torch.cat(parts, dim=2)
         shift, scale = self._statistics(z.shape[2])
         return (z - shift) / scale
 
@@ -198,12 +161,12 @@ class OpenSoraVAEv13(FrozenEncoder):
         Raises:
             ValueError: if the latents stand for another number of frames.
         """
-        found = self.decoded_frames(latents.shape[2])
-        if found != num_frames:
+        available = self.decoded_frames(latents.shape[2])
+        if available != num_frames:
             raise ValueError(
                 f"got {latents.shape[2]} latent frames to decode to {num_frames} frames; expected "
-                f"latents of as many, while these decode to {found}; pass the frame count that the "
-                "latents were made of, one that comes back from this autoencoder"
+                f"latents of as many, while these decode to {available}; pass the frame count that "
+                "the latents were made of, one that comes back from this autoencoder"
             )
 
         shift, scale = self._statistics(latents.shape[2])
@@ -307,9 +270,9 @@ def latent_frames_of(num_frames: int) -> int:
 def check_options(**options: Any) -> None:
     """Raise ValueError for options that are out of range or do not fit each other."""
     for name in ("z_channels", "micro_batch_size", "micro_batch_size_2d", "tile_size"):
-        value = options.get(name)
-        if value is not None and value < 1:
-            raise ValueError(f"got vae.{name} {value}; expected >= 1; change vae.{name}")
+        number = options.get(name)
+        if number is not None and number < 1:
+            raise ValueError(f"got vae.{name} {number}; expected >= 1; change vae.{name}")
 
     size = options.get("micro_frame_size")
     smallest = TIME_FACTOR + 1 if options.get("temporal_overlap") else 1
@@ -350,7 +313,7 @@ def build_network(config: dict[str, Any], z_channels: int, source: str) -> Space
     """The network with the sizes of a ``config.json``, by default those released.
 
     Raises:
-        ValueError: for unknown values, or an autoencoder with other factors than that of 1.3.
+        ValueError: for unknown values, or an autoencoder with other factors than 1.3's.
     """
     parts: list[dict[str, object]] = []
     for name in ("encoder", "decoder"):
@@ -377,7 +340,7 @@ def build_network(config: dict[str, Any], z_channels: int, source: str) -> Space
 
 
 def load_strictly(vae: SpaceTimeVAE, files: PretrainedFiles) -> None:
-    """Load weights whose names and shapes must be those of ``vae``.
+    """Load weights, whose names and shapes must be as in ``vae``.
 
     Raises:
         ValueError: if they are not.
@@ -387,7 +350,7 @@ def load_strictly(vae: SpaceTimeVAE, files: PretrainedFiles) -> None:
     except RuntimeError as error:
         raise ValueError(
             f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
-            "those of OpenSoraVAE_V1_3; choose another vae.from_pretrained"
+            "weights of OpenSoraVAE_V1_3; choose another vae.from_pretrained"
         ) from None
 
 
@@ -420,15 +383,9 @@ def _table(values: Any) -> Tensor:
     return table if table.ndim == 2 else table[:, None]
 
 
-def _joined(parts: list[Tensor], calls: int) -> Tensor:
-    """Results of chunks, ``calls`` of each for parts of the batch, as ``[B, c, f, h, w]``."""
-    whole = [torch.cat(parts[i : i + calls]) for i in range(0, len(parts), calls)]
-    return torch.cat(whole, dim=2)
-
-
 def _blended(parts: list[Tensor]) -> Tensor:
     """Chunks joined in time; of the frame that two of them share, the mean."""
-    shared = [(one[:, :, -1:] + other[:, :, :1]) / 2 for one, other in pairwise(parts)]
+    shared = [(part[:, :, -1:] + other[:, :, :1]) / 2 for part, other in pairwise(parts)]
     joined = [parts[0][:, :, :1]]
     for index, part in enumerate(parts):
         joined.append(part[:, :, 1:-1] if index < len(parts) - 1 else part[:, :, 1:])

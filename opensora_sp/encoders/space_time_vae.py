@@ -1,9 +1,9 @@
 """The video autoencoder network of Open-Sora 1.3: frames to latents and back in one network.
 
-The layers are those of Stable Diffusion's autoencoder (Rombach et al., 2022) with causal 3D
+Stable Diffusion's autoencoder (Rombach et al., 2022) has these layers, here with causal 3D
 convolutions in place of 2D ones, as in MAGVIT-v2 (Yu et al., 2023). Some levels resample height and
 width, the others time as well. Group norm takes its statistics over all frames, so it matters how a
-clip is cut (``open_sora_vae_v13.py``). Parameter names are those of the public checkpoints.
+clip is cut (``open_sora_vae_v13.py``). Parameters are named as in the public checkpoints.
 
 Legend: B samples, C channels (c of latents), T frames, f latent frames, H x W pixels, h x w latent
 size.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .video_vae import CausalConv3d, DiagonalGaussian, ResBlock
+from .video_vae import CausalConv3d, ResBlock
 
 GROUPS, EPS = 32, 1e-6
 # The video step of the decoder has torch's default.
@@ -29,25 +29,25 @@ UPSAMPLE_EPS = 1e-5
 class TiledConv3d(nn.Conv3d):
     """A convolution in tiles along the longest of frames, height and width, to bound its memory.
 
-    Results are those of the whole convolution. Tiles are about ``tile_size`` positions long. Beside
-    input and output there is one tile at a time.
+    Results are equal to the whole convolution's. Tiles are about ``tile_size`` positions long. In
+    addition to input and output there is one tile at a time.
     """
 
     tile_size: int
 
     def forward(self, x: Tensor) -> Tensor:
-        padding = [one for one in self.padding if isinstance(one, int)]
-        padded = [size + 2 * one for size, one in zip(x.shape[2:], padding, strict=True)]
+        padding = [border for border in self.padding if isinstance(border, int)]
+        padded = [size + 2 * border for size, border in zip(x.shape[2:], padding, strict=True)]
         sizes = [size - kernel + 1 for size, kernel in zip(padded, self.kernel_size, strict=True)]
-        axis = max(range(3), key=lambda one: padded[one])
+        axis = max(range(3), key=lambda border: padded[border])
         count = min(max(1, padded[axis] // self.tile_size), sizes[axis])
         bounds = [sizes[axis] * i // count for i in range(count + 1)]
 
         out = x.new_empty(len(x), self.out_channels, *sizes)
         for start, stop in pairwise(bounds):
             # No name for a tile, which would keep it while the next one is computed.
-            own = out.narrow(axis + 2, start, stop - start)
-            own.copy_(self._tile(x, axis, start, stop, padding))
+            tile = out.narrow(axis + 2, start, stop - start)
+            tile.copy_(self._tile(x, axis, start, stop, padding))
         return out
 
     def _tile(self, x: Tensor, axis: int, start: int, stop: int, padding: list[int]) -> Tensor:
@@ -60,7 +60,7 @@ class TiledConv3d(nn.Conv3d):
         # Along the axis only the tiles at both ends have padding.
         around = [[0, 0], [0, 0], [0, 0]]
         around[2 - axis] = [max(-first, 0), max(last - length, 0)]
-        others = [0 if i == axis else one for i, one in enumerate(padding)]
+        others = [0 if i == axis else border for i, border in enumerate(padding)]
         tile = F.pad(inside, [*chain.from_iterable(around)])
         return F.conv3d(tile, self.weight, self.bias, padding=others)
 
@@ -220,7 +220,7 @@ class Encoder(nn.Module):
     """``[B, in_channels, T, H, W]`` -> moments ``[B, 2 * z_channels, f, h, w]``.
 
     Args:
-        ch: width of the first level; ``ch_mult`` has that of every level, relative to it.
+        ch: width of the first level; ``ch_mult`` has the width of every level relative to it.
         down_sampling_layer: the levels that end in half the frames. All but the last one end in
             half the height and width.
         micro_batch_size_2d: frames that are halved in one call; None for all.
@@ -309,8 +309,8 @@ class SpaceTimeVAE(nn.Module):
     """Videos ``[B, 3, T, H, W]`` to latents ``[B, c, f, h, w]`` and back, f = ceil(T / 4).
 
     Args:
-        encoder, decoder: constructor values of ``Encoder`` and ``Decoder``, the defaults of which
-            are those of the released weights.
+        encoder, decoder: constructor values of ``Encoder`` and ``Decoder``, whose defaults fit the
+            released weights.
     """
 
     def __init__(self, encoder: dict[str, object], decoder: dict[str, object]) -> None:
@@ -318,9 +318,9 @@ class SpaceTimeVAE(nn.Module):
         self.encoder = Encoder(**encoder)  # type: ignore[arg-type]
         self.decoder = Decoder(**decoder)  # type: ignore[arg-type]
 
-    def encode(self, video: Tensor) -> DiagonalGaussian:
-        """The distribution of the latents of one chunk."""
-        return DiagonalGaussian.of(self.encoder(video))
+    def encode(self, video: Tensor) -> Tensor:
+        """The posterior means of the latents of one chunk."""
+        return self.encoder(video).chunk(2, dim=1)[0]
 
     def decode(self, latents: Tensor) -> Tensor:
         """The 4 f - 3 frames of one chunk."""

@@ -161,6 +161,7 @@ class HashedBagOfWords(nn.Module):
         return [*words, *(f"{a} {b}" for a, b in pairwise(words))]
 
     def _vector(self, token: str) -> Tensor:
+        # Python salts its own hash in each process.
         seed = int.from_bytes(hashlib.sha256(token.encode()).digest()[:8], "little")
         generator = np.random.Generator(np.random.Philox(seed))
         return torch.from_numpy(generator.standard_normal(self.width)).float()

@@ -74,27 +74,9 @@ class T5TextEncoder(FrozenEncoder):
         offload: Offload = False,
     ) -> None:
         super().__init__(offload=offload)
-        if clean_captions:
+        if clean_captions and not self.is_planned:
             check_cleaning()
-        self._build(
-            PretrainedFiles(from_pretrained, "text_encoder"),
-            from_pretrained=from_pretrained,
-            max_length=max_length,
-            dtype=dtype,
-            clean_captions=clean_captions,
-        )
-        self.requires_grad_(False).eval()
-
-    def _build(
-        self,
-        files: PretrainedFiles | None,
-        *,
-        from_pretrained: str,
-        max_length: int,
-        dtype: Dtype,
-        clean_captions: bool,
-        **_: Any,
-    ) -> None:
+        files = self.open_files(from_pretrained, "text_encoder")
         if files is None:
             self.t5 = planned_t5(saved_config(from_pretrained) or T5_XXL).to(DTYPES[dtype])
         else:
@@ -103,6 +85,7 @@ class T5TextEncoder(FrozenEncoder):
         self.width: int = self.t5.config.d_model
         self.max_length, self.clean_captions = max_length, clean_captions
         self._has_warned = False
+        self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -113,6 +96,7 @@ class T5TextEncoder(FrozenEncoder):
         ids = torch.full((len(texts), self.max_length), PAD)
         mask = torch.zeros_like(ids)
         for row, text_tokens in enumerate(tokens):
+            # A truncated caption ends as any other.
             kept = [*text_tokens[: self.max_length - 1], END]
             ids[row, : len(kept)] = torch.tensor(kept)
             mask[row, : len(kept)] = 1
@@ -227,7 +211,7 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
     config, tensors = files.config(), files.tensors()
     with files.explained("T5EncoderModel"):
         check_t5_weights(config, tensors)
-        t5, found = from_pretrained(
+        t5, report = from_pretrained(
             # No path: transformers reads no file.
             None,
             config=t5_config(config),
@@ -236,7 +220,7 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-        check_none_missing(sorted(found["missing_keys"]))
+        check_none_missing(sorted(report["missing_keys"]))
     return t5
 
 
@@ -281,7 +265,7 @@ def check_cleaning() -> None:
 def clean_caption(text: str) -> str:
     """A caption in lower case without URLs, markup, article numbers, file names and the like.
 
-    The rules are those of DeepFloyd IF in diffusers; Open-Sora applied them twice in training.
+    DeepFloyd IF in diffusers has the rules; Open-Sora applied them twice in training.
     """
     from diffusers.pipelines.deepfloyd_if import IFPipeline
 

@@ -3,8 +3,8 @@ quarter as many in time.
 
 Causal 3D convolutions and residual blocks as in MAGVIT-v2 (Yu et al., 2023); only frames are
 resampled, never height and width. Group norm takes its statistics over all frames, so the network
-as a whole is not causal: it matters how a clip is cut (``open_sora_vae.py``). Parameter names are
-those of the public Open-Sora checkpoints.
+as a whole is not causal: it matters how a clip is cut (``open_sora_vae.py``). Parameters are
+named as in the public Open-Sora checkpoints.
 
 Legend: B samples, C channels (c of latents), T frames, f latent frames, H x W height and width of
 the image latents.
@@ -12,12 +12,9 @@ the image latents.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
@@ -200,55 +197,18 @@ class Decoder(nn.Module):
         return self.conv_out(self.activate(self.norm1(x)))
 
 
-@dataclass(frozen=True)
-class DiagonalGaussian:
-    """A normal distribution with independent entries: the posterior of a latent."""
-
-    mean: Tensor
-    logvar: Tensor
-
-    @classmethod
-    def of(cls, moments: Tensor) -> DiagonalGaussian:
-        """Of ``[B, 2 * c, ...]``, means and log variances; these are clamped to [-30, 20]."""
-        mean, logvar = moments.chunk(2, dim=1)
-        return cls(mean, logvar.clamp(-30, 20))
-
-    @property
-    def std(self) -> Tensor:
-        return (self.logvar / 2).exp()
-
-    def sample(self, noise: Tensor | None) -> Tensor:
-        """Of standard normal numbers like ``mean``; without them, the mean."""
-        return self.mean if noise is None else self.mean + self.std * noise
-
-    def kl(self, other: DiagonalGaussian | None = None) -> Tensor:
-        """Kullback-Leibler divergence from ``other``, by default the standard normal distribution,
-        in nats, ``[B]``.
-        """
-        zero = torch.zeros_like(self.mean)
-        other = other or DiagonalGaussian(zero, zero)
-        distance = (self.mean - other.mean) ** 2 / other.logvar.exp()
-        ratio = self.logvar - other.logvar
-        return (distance + ratio.exp() - 1 - ratio).flatten(1).sum(1) / 2
-
-    def nll(self, value: Tensor) -> Tensor:
-        """Negative log likelihood of ``value``, in nats, ``[B]``."""
-        terms = math.log(2 * math.pi) + self.logvar + (value - self.mean) ** 2 / self.logvar.exp()
-        return terms.flatten(1).sum(1) / 2
-
-
 class TemporalVAE(nn.Module):
     """Image latents ``[B, c, T, H, W]`` to clip latents ``[B, c, f, H, W]`` and back; ``f = ceil(T
     / time_factor)``.
 
     Every T is taken: frames of zeros are put in front up to a multiple of ``time_factor``, and cut
-    off when decoding. The defaults are those of the released weights.
+    off when decoding. The defaults fit the released weights.
 
     Args:
         in_out_channels: channels of the image latents.
         latent_embed_dim: channels inside, between the two 1x1x1 convolutions.
         embed_dim: channels of the clip latents.
-        filters: width of the outermost level; ``channel_multipliers`` has that of every level,
+        filters: width of the outermost level; ``channel_multipliers`` has the width of every level
             relative to it.
         temporal_downsample: for every level but the last, whether it ends in half as many frames.
         num_groups: of group norm.
@@ -290,10 +250,14 @@ class TemporalVAE(nn.Module):
         self.post_quant_conv = CausalConv3d(embed_dim, latent_embed_dim, 1)
         self.decoder = Decoder(latent_embed_dim, in_out_channels, *levels)
 
-    def encode(self, x: Tensor) -> DiagonalGaussian:
-        """``[B, c, T, H, W]`` -> the distribution of ``[B, c, f, H, W]``."""
+    def moments(self, x: Tensor) -> Tensor:
+        """``[B, c, T, H, W]`` -> means and log variances ``[B, 2 * c, f, H, W]``."""
         x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % self.time_factor, 0))
-        return DiagonalGaussian.of(self.quant_conv(self.encoder(x)))
+        return self.quant_conv(self.encoder(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        """``[B, c, T, H, W]`` -> the posterior means ``[B, c, f, H, W]``."""
+        return self.moments(x).chunk(2, dim=1)[0]
 
     def decode(self, z: Tensor, *, num_frames: int) -> Tensor:
         """``[B, c, f, H, W]`` -> ``[B, c, num_frames, H, W]``, if f is what ``num_frames`` frames

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
 from opensora_sp.data import ClipShape, MicroBatch, VideoTextDataset
-from opensora_sp.features.batch import BatchMaker
+from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Source
 from opensora_sp.parallel import SequenceMesh

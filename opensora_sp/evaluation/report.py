@@ -90,6 +90,7 @@ class Evaluation:
             seeds,
             "bins: equal parts of the timesteps as training draws them, from data (0%) to noise",
         ]
+
         for bucket in self.buckets:
             lines += ["", f"{bucket.name}: {bucket.clips} clips"]
             lines.append(f"  {'all timesteps':>20}  {bucket.loss}")

@@ -193,13 +193,12 @@ def _config(settings: Settings) -> TrainConfig:
 
     state = _state(settings)
     values = None if state is None else read_json(state).get("config")
-    if values is None:
+    if state is None or values is None:
         raise ValueError(
             f"got checkpoint {settings.ckpt!r}, which does not state its autoencoder, text "
             "encoder, sizes and scheduler; expected the checkpoint of a run, or a training config "
             "in addition to the weights; pass --config CONFIG"
         )
-    assert state is not None
     return saved_train_config(values, state, overrides)
 
 

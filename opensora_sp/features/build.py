@@ -1,8 +1,11 @@
-"""From a training config to its dataset, its encoders and the order of its clips."""
+"""From a training config to its dataset, its encoders, the order of its clips and their predicted
+seconds.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,12 +15,13 @@ import torch
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig, build_component
-from opensora_sp.config.geometry import latent_size
+from opensora_sp.config.common import latent_size
 from opensora_sp.data import (
     BatchPlan,
     BucketPlan,
     CachedFeatures,
     ClipShape,
+    MicroBatch,
     MicroBatchPlan,
     VideoTextDataset,
 )
@@ -26,13 +30,12 @@ from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.planner.checkpointing import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .cached import CachedSource
-from .degraded import DegradedClips
-from .sources import Encoders, Source
+from .sources import CachedSource, DegradedClips, Encoders, Source
 
 TrainingSet = VideoTextDataset | CachedFeatures
 # Options of a dataset that its class does not take.
@@ -75,20 +78,8 @@ def make_encoders(cfg: TrainConfig, device: torch.device) -> Encoders:
     return Encoders(vae, build_component(cfg.text_encoder, TEXT_ENCODERS).to(device), device)
 
 
-def make_plan(
-    cfg: TrainConfig,
-    dataset: TrainingSet,
-    micro_batches_per_step: int,
-    *,
-    num_samples: int | None = None,
-) -> BatchPlan:
-    """The sequence of micro-batches of a run.
-
-    Args:
-        num_samples: the number of clips in the order of the checkpoint that the run resumes from.
-            Former versions did not skip clips that are too short; where it is the number of all
-            clips, they stay in the order.
-    """
+def make_plan(cfg: TrainConfig, dataset: TrainingSet, micro_batches_per_step: int) -> BatchPlan:
+    """The sequence of micro-batches of a run."""
     if cfg.bucket_config is not None:
         return BucketPlan(
             dataset.rows,
@@ -99,13 +90,14 @@ def make_plan(
             cost=Work(cfg, dataset).flops,
             batch_order=cfg.batch_order,
         )
+
     return MicroBatchPlan(
         num_samples=len(dataset),
         batch_size=cfg.batch_size,
         micro_batches_per_step=micro_batches_per_step,
         seed=cfg.seed,
         shape=ClipShape(cfg.num_frames, *cfg.size),
-        too_short=() if num_samples == len(dataset) else too_short(cfg, dataset),
+        too_short=too_short(cfg, dataset),
     )
 
 
@@ -123,7 +115,7 @@ def with_length(cfg: TrainConfig, plan: BatchPlan) -> TrainConfig:
 
 
 def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str, Any]:
-    """What data order and random draws depend on, as a checkpoint keeps it."""
+    """State of a checkpoint that data order and random draws depend on."""
     state: dict[str, Any] = {
         "seed": cfg.seed,
         "accumulation_steps": cfg.accumulation_steps,
@@ -143,6 +135,7 @@ def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: i
     """
     if cfg.micro_batches_per_step is None and "micro_batches_per_step" in state:
         return int(state["micro_batches_per_step"])
+    # With "auto" a rank may be a replica.
     replicas = max(1, world_size // cfg.sp_size) if isinstance(cfg.sp_size, int) else world_size
     return cfg.micro_batches(replicas)
 
@@ -156,8 +149,8 @@ def largest_batch(cfg: TrainConfig) -> int:
         return cfg.batch_size * _clip_bytes(cfg, ClipShape(cfg.num_frames, *cfg.size))
     return max(
         # Where a batch size is chosen later, one clip is counted.
-        (one.batch_size or 1) * _clip_bytes(cfg, one.shape_at(9 / 16))
-        for one in Buckets.of(cfg.bucket_config).kept
+        (entry.batch_size or 1) * _clip_bytes(cfg, entry.shape_at(9 / 16))
+        for entry in Buckets.of(cfg.bucket_config).kept
     )
 
 
@@ -230,3 +223,38 @@ class Work:
         # A feature cache knows the size of its latents without the encoder.
         size = self.sizes.get(clip) or planned_latent_size(self.vae, *clip)
         return BatchShape.of(self.model, num_samples, size)
+
+
+class GroupSeconds:
+    """``data.schedule.Seconds`` of a config: equal on all ranks, and quick once it is cached.
+
+    Args:
+        work: predicts seconds by the run's cost model.
+        ranks_per_node: larger groups exchange over the network, and so do groups of one degree
+            that does not divide it.
+        least_ranks: by bucket, the fewest ranks whose memory its batches fit; 1 where it is not in.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        work: Work,
+        *,
+        ranks_per_node: int,
+        least_ranks: Mapping[str, int] | None = None,
+    ) -> None:
+        self.work, self.ranks_per_node = work, ranks_per_node
+        self.least_ranks = least_ranks or {}
+        self.has_one_degree = isinstance(cfg.sp_size, int)
+        self.degrees: Mapping[str, int] = cfg.sp_size if isinstance(cfg.sp_size, dict) else {}
+
+    def __call__(self, micro_batch: MicroBatch, group: RankGroup) -> float:
+        """Seconds of forward, recomputation and backward; infinity where it may not run."""
+        degree = self.degrees.get(micro_batch.bucket, group.size)
+        if group.size != degree or group.size < self.least_ranks.get(micro_batch.bucket, 1):
+            return math.inf
+        spans_nodes = group.size > self.ranks_per_node
+        if self.has_one_degree:
+            spans_nodes |= self.ranks_per_node % group.size > 0
+        num_samples = len(micro_batch.ids)
+        return self.work.seconds(micro_batch.shape, num_samples, group.size, spans_nodes)

@@ -1,25 +1,18 @@
-"""Training from a feature cache: its source, and the checks that it fits a config.
-
-Legend: c latent channels, f x h x w latent size, L text tokens, W their width.
-"""
+"""Fingerprint of a feature cache, and the checks that it fits a config and holds its clips."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import BatchPlan, CachedClip, CachedFeatures, ClipShape, Manifest, MicroBatch
+from opensora_sp.data import BatchPlan, CachedFeatures, ClipShape, Manifest, MicroBatch
 from opensora_sp.data.cache_files import Key, shape_name
-from opensora_sp.encoders import Piece
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.models.extra_inputs import resolved_axes
 
@@ -33,46 +26,19 @@ CUT_BY = ("transform", "clip_start", "frame_interval")
 NOT_IN_FINGERPRINT = ("from_pretrained", "micro_batch_size", "offload")
 
 
-class CachedSource:
-    """A ``Source`` of ``CachedClip``s: nothing is encoded, every latent frame is a piece."""
-
-    def __init__(self, dataset: CachedFeatures, device: torch.device) -> None:
-        self.dataset, self.sizes, self.device = dataset, dataset.sizes, device
-        source: dict[str, int] = dataset.index["source"]
-        self.channels = self.carried = source["channels"]
-        self.width = source["width"]
-        self.max_length = source["max_length"]
-
-    def latent_size(self, shape: ClipShape) -> tuple[int, int, int]:
-        return self.sizes[shape]
-
-    def pieces(self, shape: ClipShape) -> list[Piece]:
-        return [Piece(slice(i, i + 1), slice(i, i + 1)) for i in range(self.latent_size(shape)[0])]
-
-    def latents(self, items: Sequence[CachedClip]) -> list[Tensor]:
-        return [to_device(item.latents, self.device).float() for item in items]
-
-    def text_lengths(self, clips: Sequence[int], captions: Sequence[str]) -> list[int]:
-        return [self.dataset.text_length(clip) for clip in clips]
-
-    def text_features(self, items: Sequence[CachedClip]) -> list[Tensor]:
-        texts = [item.text for item in items if item.text is not None]
-        return [to_device(text, self.device).float() for text in texts]
-
-
 def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
     """The fingerprint of a feature cache: all that its features depend on, by config key.
 
-    That is the encoders with digests of their weights, how clips are cut, the manifest, and what a
-    derived model takes of it. The digest is None where an encoder's weights are not on this
+    These are the encoders with digests of their weights, how clips are cut, the manifest, and
+    further inputs of a derived model. The digest is None where an encoder's weights are not on this
     machine.
     """
     parts: dict[str, Any] = {}
     for key in ("vae", "text_encoder"):
         options = getattr(cfg, key)
-        for name, value in options.items():
+        for name, option in options.items():
             if name not in NOT_IN_FINGERPRINT:
-                parts[f"{key}.{name}"] = value
+                parts[f"{key}.{name}"] = option
         source = options.get("from_pretrained")
         parts[f"{key}.weights"] = source and weights_digest(source, options.get("subfolder"))
 
@@ -97,15 +63,15 @@ def manifest_digest(rows: Manifest) -> str:
     return digest.hexdigest()
 
 
-def check_made_of(found: dict[str, Any], wanted: dict[str, Any], folder: str) -> None:
-    """Compare the fingerprint of the cache in ``folder`` with that of a config.
+def check_made_of(made: dict[str, Any], wanted: dict[str, Any], folder: str) -> None:
+    """Compare the fingerprint of the cache in ``folder`` with the fingerprint of a config.
 
     Raises:
         ValueError: naming every part that differs.
     """
     differing = []
-    for key in sorted(found.keys() | wanted.keys()):
-        ours, theirs = wanted.get(key), found.get(key)
+    for key in sorted(made.keys() | wanted.keys()):
+        ours, theirs = wanted.get(key), made.get(key)
         if key.endswith(".weights") and key in wanted and ours is None and theirs:
             logger.info(
                 "%s are not on this machine: not compared with the weights of the feature cache",
@@ -113,6 +79,7 @@ def check_made_of(found: dict[str, Any], wanted: dict[str, Any], folder: str) ->
             )
         elif ours != theirs:
             differing.append(f"{key} {ours!r} (there {theirs!r})")
+
     if differing:
         hint = ""
         if any(".weights " in text for text in differing):
@@ -130,14 +97,15 @@ def check_made_of(found: dict[str, Any], wanted: dict[str, Any], folder: str) ->
 
 def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
     """Raise ValueError unless the cache was made of what the config would encode."""
-    found = dataset.index["made_of"]
+    made = dataset.index["made_of"]
     wanted = made_of(cfg, dataset.rows)
-    wanted["dataset.manifest"] = found["dataset.manifest"]
+    # The cache has its own copy of the manifest, with absolute paths.
+    wanted["dataset.manifest"] = made["dataset.manifest"]
     if cfg.dataset.manifest is not None:
         files = () if cfg.extra_files is None else cfg.extra_files.names
         rows = Manifest(cfg.dataset.manifest, files, captions=cfg.dataset.captions)
         wanted["dataset.manifest"] = manifest_digest(rows)
-    check_made_of(found, wanted, str(dataset.folder))
+    check_made_of(made, wanted, str(dataset.folder))
 
 
 def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> None:
@@ -165,14 +133,15 @@ def clips_used(plan: BatchPlan, steps: int, corrupt: Set[Key]) -> dict[ClipShape
     used: dict[ClipShape, set[int]] = {}
     for epoch, members in plan.epochs(steps):
         for shape, clips in members.items():
-            of_epoch = set(clips.tolist())
-            of_shape = used.setdefault(shape, set())
-            of_shape.update(of_epoch)
+            in_epoch = set(clips.tolist())
+            in_shape = used.setdefault(shape, set())
+            in_shape.update(in_epoch)
 
+            # Of a micro-batch, substitutes depend on epoch and shape alone.
             batch = MicroBatch(0, epoch, shape, (), 0.0)
             for clip, corrupt_shape in corrupt:
-                if corrupt_shape == shape and clip in of_epoch:
-                    of_shape.update(_substitutes(plan, batch, clip, corrupt))
+                if corrupt_shape == shape and clip in in_epoch:
+                    in_shape.update(_substitutes(plan, batch, clip, corrupt))
     return {shape: np.array(sorted(clips), dtype=np.int64) for shape, clips in used.items()}
 
 

@@ -21,7 +21,7 @@ ENOUGH_READ = 100
 class CorruptSamples:
     """Counts clips that were read and clips that were substituted because they were corrupt.
 
-    ``read`` and ``substituted`` are those of the micro-batches that this rank has shared; with a
+    ``read`` and ``substituted`` count micro-batches that this rank has shared; with a
     fixed ``sp_size`` they are equal on all ranks of a group. ``files_read`` counts the clips that
     were read by file suffix.
 
@@ -42,9 +42,9 @@ class CorruptSamples:
 
     def note(self, items: Iterable[Any]) -> None:
         """Remember the corrupt samples among what this rank has read."""
-        for item in items:
-            if isinstance(item, CorruptSample) and item.path not in self.found:
-                self._unreported[item.path] = item.reason
+        for sample in items:
+            if isinstance(sample, CorruptSample) and sample.path not in self.found:
+                self._unreported[sample.path] = sample.reason
 
     def raise_in_report(self, error: str) -> None:
         """An error that this rank alone has seen; the next ``report`` raises it on all ranks."""
@@ -77,11 +77,12 @@ class CorruptSamples:
                 ``raise_in_report``.
         """
         unreported = len(self._unreported) + bool(self._error)
-        own = [self._read_as_first, self._substituted_as_first, unreported]
-        counts = torch.tensor(own, device=device)
+        local_counts = [self._read_as_first, self._substituted_as_first, unreported]
+        counts = torch.tensor(local_counts, device=device)
         dist.all_reduce(counts)
         read, substituted, unreported = map(int, counts.tolist())
 
+        # One small reduction in the usual case, objects only where there is news.
         if unreported:
             self._exchange_reports()
         if substituted > self.max_bad_fraction * max(read, min(ENOUGH_READ, len(self.rows))):

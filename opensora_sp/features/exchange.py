@@ -1,4 +1,4 @@
-"""Which rank of a group encodes what, and the layout of what ranks send each other.
+"""Distribution of clips to the ranks of a group that encode them, and their messages.
 
 A clip falls into pieces that are encoded independently: frames, chunks, or the whole clip. The
 pieces of all clips of a micro-batch, clip by clip, are distributed in contiguous, balanced runs. So
@@ -47,21 +47,22 @@ def distribute_pieces(
     per_clip = len(pieces)
     portions: list[list[Portion]] = []
     for rank in range(num_ranks):
+        # Contiguous runs: a rank seeks once in a file.
         start, stop = balanced_range(len(places) * per_clip, num_ranks, rank)
-        own = []
+        rank_portions = []
         for number, place in enumerate(places):
             first = max(start - number * per_clip, 0)
             last = min(stop - number * per_clip, per_clip) - 1
             if first <= last:
                 frames = slice(pieces[first].frames.start, pieces[last].frames.stop)
                 latents = slice(pieces[first].latents.start, pieces[last].latents.stop)
-                own.append(Portion(place, frames, latents))
-        portions.append(own)
+                rank_portions.append(Portion(place, frames, latents))
+        portions.append(rank_portions)
     return portions
 
 
 class Assignment(NamedTuple):
-    """Which rank encodes what of a micro-batch's clips, and which rank needs what of it."""
+    """Portions of a micro-batch's clips that each rank encodes, and that each rank needs."""
 
     portions: list[list[Portion]]  # of each rank
     delivery: ExchangePlan  # of latent positions, numbered over B, f, h, w
@@ -84,6 +85,7 @@ def agreed_rates(rates: Mapping[int, float | None], mesh: SequenceMesh) -> dict[
     """
     if mesh.sp_size == 1:
         return dict(rates)
+    # On the host, so that no rank waits for its device.
     corrupt = [rate is None for rate in rates.values()]
     message = torch.tensor([corrupt, [rate or 0.0 for rate in rates.values()]], dtype=torch.float64)
     record("clips", backward=False, elements=message.numel(), element_size=8)
@@ -97,9 +99,9 @@ def agreed_rates(rates: Mapping[int, float | None], mesh: SequenceMesh) -> dict[
 
 
 class Payload(NamedTuple):
-    """What one rank sends another, float32.
+    """Message of one rank to another, float32.
 
-    That is latents ``[n, c]`` and, of each clip whose caption is sent, the features ``[1, L, W]``
+    It has latents ``[n, c]`` and, of each clip whose caption is sent, the features ``[1, L, W]``
     of this caption and further arrays. Received ones are flat.
     """
 
@@ -107,5 +109,5 @@ class Payload(NamedTuple):
     captions: Sequence[Tensor]
 
     def pack(self) -> Tensor:
-        """As one flat buffer: the latents, then the captions."""
+        """Join all in one flat buffer: the latents, then the captions."""
         return torch.cat([self.latents.flatten(), *(y.flatten() for y in self.captions)])

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from opensora_sp.checkpoint import Disk
+from opensora_sp.checkpoint import FileSystem
 from opensora_sp.common.console import RANK_LOCAL
+from opensora_sp.common.files import check_writable
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     BatchPlan,
@@ -33,21 +34,19 @@ from opensora_sp.data import (
     VideoTextDataset,
     write_manifest,
 )
-from opensora_sp.data.atomic import check_writable
 from opensora_sp.data.cache_files import (
     INDEX,
     MANIFEST,
     MANIFEST_CHECKSUM,
+    FileState,
     Key,
     Shard,
     ShardContent,
     check_files,
     file_checksum,
     index_of,
-    read_sealed,
     sealed,
 )
-from opensora_sp.data.file_state import FileState
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.processes import init_worker
@@ -63,8 +62,6 @@ logger = logging.getLogger(__name__)
 CLIPS_PER_SHARD = 64
 # Of clips that are encoded together; a larger clip is encoded alone.
 PIXELS_PER_BATCH = 1 << 25
-# Holds the fingerprint until there is an index.
-UNFINISHED = "made_of.json"
 
 
 def precompute(cfg: TrainConfig, folder: str) -> Path:
@@ -116,11 +113,13 @@ def check_reproducible(cfg: TrainConfig) -> None:
             "same in every epoch; set dataset.transform=resize_center_crop "
             "dataset.clip_start=middle, for the cache and for the training"
         )
+
     if cfg.noise_augmentation:
         raise ValueError(
             "got noise_augmentation for a feature cache; expected clips that are the same in every "
             "epoch; remove noise_augmentation, or train without a cache"
         )
+
     if cfg.dataset.type == "CachedFeatures":
         raise ValueError(
             "got dataset.type 'CachedFeatures' to make a feature cache of; expected 'VideoText' or "
@@ -136,32 +135,27 @@ class CacheWriter:
     ) -> None:
         self.cfg, self.folder, self.dataset, self.encoders = cfg, folder, dataset, encoders
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.disk = Disk()
+        self.disk = FileSystem()
         self.made_of = made_of(cfg, dataset.rows)
 
-        for path in (folder / INDEX, folder / UNFINISHED):
-            if path.is_file():
-                found = read_sealed(folder, path.name)["made_of"]
-                check_made_of(found, self.made_of, str(folder))
-                break
         self.former = self.shards()
         # No rank writes before all have checked.
         dist.barrier()
         if self.rank == 0:
             self.disk.mkdir(folder)
-            self.disk.write_file(folder / UNFINISHED, _json({"made_of": self.made_of}))
         dist.barrier()
 
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
         shards, changed = self.former, self._changed()
-        of_former: set[Key] = set().union(*(shard.fps for shard in self.former))
+        encoded_before: set[Key] = set().union(*(shard.fps for shard in self.former))
+        # Substitutes of corrupt clips may be corrupt in turn.
         while True:
-            own = shards[len(self.former) :]
-            new: set[Key] = set().union(*(shard.fps for shard in own))
-            encoded = (of_former - changed) | new
+            new_shards = shards[len(self.former) :]
+            new: set[Key] = set().union(*(shard.fps for shard in new_shards))
+            encoded = (encoded_before - changed) | new
             # What a former run has found to be corrupt is tried again.
-            corrupt: set[Key] = set().union(*(shard.corrupt for shard in own))
+            corrupt: set[Key] = set().union(*(shard.corrupt for shard in new_shards))
             used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
 
             done = encoded | corrupt
@@ -194,23 +188,19 @@ class CacheWriter:
             check_files(self.folder, [path.name for path in paths])
         shards = [Shard.read(path) for path in paths]
         for shard in shards:
-            if shard.made_of:
-                check_made_of(shard.made_of, self.made_of, str(shard.path))
+            check_made_of(shard.made_of, self.made_of, str(shard.path))
         return shards
 
     def _changed(self) -> set[Key]:
-        """What was encoded of files that have another content now. Collective."""
-        states: dict[Key, list[list[int]]] = {}
+        """Encoded clips whose files have another content now. Collective."""
+        states: dict[Key, list[FileState]] = {}
         for shard in self.former:
-            states |= {key: [] for key in shard.fps} | shard.files
+            states |= shard.files
 
-        own = []
-        for key in sorted(states)[self.rank :: self.world]:
-            pairs = zip(states[key], self._files(key[0]))
-            if not all(FileState(*state).is_of(path) for state, path in pairs):
-                own.append(key)
+        compared = sorted(states)[self.rank :: self.world]
+        differing = [key for key in compared if not self._has_states(key[0], states[key])]
         gathered: list[list[Key]] = [[] for _ in range(self.world)]
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, differing)
 
         changed = set(chain.from_iterable(gathered))
         if changed:
@@ -218,16 +208,21 @@ class CacheWriter:
             logger.warning(message, len(changed), self.folder)
         return changed
 
+    def _has_states(self, clip: int, states: list[FileState]) -> bool:
+        pairs = zip(states, self._files(clip), strict=True)
+        return all(state.is_of(path) for state, path in pairs)
+
     def _files(self, clip: int) -> list[Path]:
-        """What is read of a clip."""
+        """The files that are read for a clip."""
         rows = self.dataset.rows
         return [rows[clip].path, *rows.files_of(clip).values()]
 
     def _write_shards(self, todo: dict[int, list[ClipShape]], shards: list[Shard]) -> None:
-        """Write this rank's shards; those of all ranks together hold ``todo``. Collective."""
+        """Write this rank's shards; the shards of all ranks together hold ``todo``. Collective."""
         with_caption: set[int] = set().union(*(shard.texts for shard in shards))
         clips = list(todo)
         parts = [clips[i : i + CLIPS_PER_SHARD] for i in range(0, len(clips), CLIPS_PER_SHARD)]
+        # Shards are dealt out in turn, so that ranks end together.
         batches = {}
         for number in range(self.rank, len(parts), self.world):
             batches[number] = self._batches({clip: todo[clip] for clip in parts[number]})
@@ -247,14 +242,14 @@ class CacheWriter:
         # All ranks have listed the same shards before one writes a new one.
         dist.barrier()
         newest = _number(shards[-1].path) if shards else -1
-        for number, of_shard in batches.items():
-            self._write_shard(newest + 1 + number, of_shard, loader, with_caption)
+        for number, batches_of_shard in batches.items():
+            self._write_shard(newest + 1 + number, batches_of_shard, loader, with_caption)
             done, total = len(shards) + number + 1, len(shards) + len(parts)
             logger.info("feature cache: shard %d of %d", done, total)
         dist.barrier()
 
     def _batches(self, todo: dict[int, list[ClipShape]]) -> list[list[Sample]]:
-        """What is read and encoded together: clips of one shape, as many as fit."""
+        """Batches to read and encode together: clips of one shape, as many as fit."""
         by_shape: dict[ClipShape, list[int]] = {}
         for clip, shapes in todo.items():
             for shape in shapes:
@@ -279,22 +274,22 @@ class CacheWriter:
         content = ShardContent(self.made_of)
         for samples in batches:
             read: dict[Key, Clip] = {}
-            for sample, item in zip(samples, next(loader), strict=True):
-                if isinstance(item, CorruptSample):
-                    content.corrupt[sample.clip, sample.shape] = item.path, item.reason
+            for sample, clip in zip(samples, next(loader), strict=True):
+                if isinstance(clip, CorruptSample):
+                    content.corrupt[sample.clip, sample.shape] = clip.path, clip.reason
                     message = "skipped in the feature cache: %s (%s)"
-                    logger.warning(message, item.path, item.reason, extra=RANK_LOCAL)
+                    logger.warning(message, clip.path, clip.reason, extra=RANK_LOCAL)
                 else:
-                    read[sample.clip, sample.shape] = item
+                    read[sample.clip, sample.shape] = clip
 
             encoded = self.encoders.latents(list(read.values()))
             content.latents |= zip(read, (z.cpu() for z in encoded), strict=True)
             content.fps |= {key: clip.fps for key, clip in read.items()}
             content.extra |= {key: clip.extra for key, clip in read.items()}
             for key in read:
-                content.files[key] = [list(FileState.of(path)) for path in self._files(key[0])]
+                content.files[key] = [FileState.of(path) for path in self._files(key[0])]
 
-            new = {clip: item for (clip, _), item in read.items() if clip not in with_caption}
+            new = {key[0]: clip for key, clip in read.items() if key[0] not in with_caption}
             content.texts |= zip(new, self.encoders.text_features(list(new.values())), strict=True)
             with_caption.update(new)
 
@@ -306,6 +301,7 @@ class CacheWriter:
         for shard in shards:
             shapes.update(shape for _, shape in shard.fps)
 
+        # Absolute, so that the cache can be moved.
         entries = (
             entry._replace(path=Path(os.path.realpath(entry.path))) for entry in self.dataset.rows
         )
@@ -316,13 +312,12 @@ class CacheWriter:
         index = index_of(self.made_of, source, sizes, shards, outdated)
         index["manifest_columns"] = self.dataset.fingerprint
         index[MANIFEST_CHECKSUM] = file_checksum(self.folder / MANIFEST)
-        self.disk.write_file(self.folder / INDEX, _json(sealed(index)))
-        self.disk.unlink(self.folder / UNFINISHED)
+        self.disk.write_file(self.folder / INDEX, (json.dumps(sealed(index)) + "\n").encode())
 
         logger.info(
             "feature cache %s: latents of %d clips in %d shapes, %d captions, %d corrupt",
             self.folder,
-            sum(len(one["clips"]) for one in index["latents"].values()),
+            sum(len(columns["clips"]) for columns in index["latents"].values()),
             len(shapes),
             len(index["texts"]["clips"]),
             len(index["broken"]),
@@ -331,7 +326,3 @@ class CacheWriter:
 
 def _number(shard: Path) -> int:
     return int(shard.stem.removeprefix("shard-"))
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value) + "\n").encode()

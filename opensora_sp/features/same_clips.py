@@ -1,10 +1,9 @@
-"""Whether the clips of a run are the same on all ranks, and those of the checkpoint it resumes."""
+"""Comparison of the clips of a run on all ranks, and with the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -21,11 +20,13 @@ def agree_on_clips(clips: Mapping[str, str]) -> None:
     Args:
         clips: what must be equal by its name, such as a manifest's ``fingerprint``.
     """
-    own = RankInfo(dist.get_rank(), dist.get_world_size(), socket.gethostname(), settings=clips)
-    gathered: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, asdict(own))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(
+        gathered, RankInfo(rank, world_size, socket.gethostname(), settings=clips)
+    )
 
-    different = differences([RankInfo(**one) for one in gathered], "settings")
+    different = differences(gathered, "settings")
     if different:
         raise ValueError(
             f"got different clips on different ranks: {different}; expected the same lines in the "
@@ -40,8 +41,8 @@ def by_name(fingerprint: Mapping[str, str], key: str = "dataset.manifest") -> di
 
 def changes(ours: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, str]:
     """For each name that both have with different values, the two values."""
-    found = {}
-    for name, value in ours.items():
-        if name in recorded and recorded[name] != value:
-            found[name] = f"{name} {value} (there {recorded[name]})"
-    return found
+    changed = {}
+    for name in ours:
+        if name in recorded and ours[name] != recorded[name]:
+            changed[name] = f"{name} {ours[name]} (there {recorded[name]})"
+    return changed

@@ -73,7 +73,7 @@ class Features:
     @classmethod
     def filled(
         cls,
-        value: float,
+        latent: float,
         num_clips: int,
         shape: ClipShape,
         source: Source,
@@ -85,12 +85,12 @@ class Features:
         shapes = {} if extra is None else extra.shapes_of(shape)
         return cls(
             shape,
-            torch.full((num_clips, *size, source.carried), value, device=device),
+            torch.full((num_clips, *size, source.carried), latent, device=device),
             torch.zeros(num_clips, 1, source.max_length, source.width, device=device),
             torch.zeros(num_clips, source.max_length, dtype=torch.int64),
             torch.full((num_clips,), DEFAULT_FPS, device=device),
             [0] * num_clips,
-            {name: torch.zeros(num_clips, *one, device=device) for name, one in shapes.items()},
+            {name: torch.zeros(num_clips, *shapes[name], device=device) for name in shapes},
         )
 
     def with_caption(self, place: int) -> list[Tensor]:
@@ -131,13 +131,13 @@ class ShardedEncoder:
     ) -> None:
         self.mesh, self.model, self.dataset, self.plan = mesh, model, dataset, plan
         self.source, self.corrupt, self.device = source, corrupt, device
-        self._take_whole = {own.ranks for own in mesh.own} if whole else set()
+        self._take_whole = {handle.ranks for handle in mesh.own} if whole else set()
         self._assignment = lru_cache(maxsize=16)(self._assign)
 
-    def filled(self, value: float, num_clips: int, shape: ClipShape) -> Features:
+    def filled(self, latent: float, num_clips: int, shape: ClipShape) -> Features:
         """Features of clips whose latents have one value, see ``Features.filled``."""
         extra = self.dataset.extra
-        return Features.filled(value, num_clips, shape, self.source, self.device, extra)
+        return Features.filled(latent, num_clips, shape, self.source, self.device, extra)
 
     def samples(
         self,
@@ -145,15 +145,16 @@ class ShardedEncoder:
         places: Sequence[int] | None = None,
         group: RankGroup | None = None,
     ) -> list[Sample]:
-        """What this rank reads of the clips at ``places`` of a micro-batch, by default of all.
+        """The samples that this rank reads of the clips at ``places`` of a micro-batch.
 
-        ``group`` shares the micro-batch, by default the mesh's current one.
+        By default of all its clips. ``group`` shares the micro-batch, by default the mesh's current
+        one.
         """
         if places is None:
             places = range(len(micro_batch.ids))
         group = group or self.mesh.group
         pieces = self.source.pieces(micro_batch.shape)
-        own = distribute_pieces(places, pieces, group.size)[self.mesh.rank - group.start]
+        portions = distribute_pieces(places, pieces, group.size)[self.mesh.rank - group.start]
         return [
             Sample(
                 micro_batch.ids[portion.place],
@@ -161,18 +162,18 @@ class ShardedEncoder:
                 micro_batch.shape,
                 (portion.frames.start, portion.frames.stop),
             )
-            for portion in own
+            for portion in portions
         ]
 
     def request(self, micro_batch: MicroBatch, group: RankGroup | None = None) -> ReadRequest:
-        """What a worker of this rank reads and draws for a micro-batch of a group."""
+        """Request to a worker of this rank to read and draw for a micro-batch of a group."""
         size = self.source.latent_size(micro_batch.shape)
-        return ReadRequest(micro_batch, self.samples(micro_batch, group=group), size)
+        return ReadRequest(micro_batch, self.samples(micro_batch, group=group), size, group)
 
     def encode(self, micro_batch: MicroBatch, items: Sequence[Any]) -> tuple[MicroBatch, Features]:
         """Encode what was read; returns the micro-batch with substitutes for corrupt clips.
 
-        In an idle round, the features are those of one empty clip. Collective in the group.
+        An idle round has the features of one empty clip. Collective in the group.
 
         Raises:
             ValueError: if no substitute of a corrupt clip can be read either.
@@ -185,6 +186,7 @@ class ShardedEncoder:
         places = list(range(len(ids)))
         features = self.filled(float("nan"), len(ids), shape)
 
+        # The group agrees on corrupt clips in each turn, so all ranks leave the loop together.
         for attempt in range(MAX_SUBSTITUTES + 1):
             places = self.encode_readable(features, ids, places, items)
             if not places:
@@ -202,6 +204,7 @@ class ShardedEncoder:
                 f"{self.corrupt.last}; expected video files; check the manifest's paths"
             )
 
+        # Verification compares the first micro-batch of a group only.
         self._take_whole.discard(self.mesh.group)
         self.corrupt.count_used(ids)
         return micro_batch._replace(ids=tuple(ids)), features
@@ -226,13 +229,13 @@ class ShardedEncoder:
             tuple(places),
             self.mesh.group in self._take_whole,
         )
-        own = assign(()).portions[self.mesh.sp_rank]
+        portions = assign(()).portions[self.mesh.sp_rank]
         self.corrupt.note(items)
 
-        found: dict[int, float | None] = dict.fromkeys(places, 0.0)
-        for portion, item in zip(own, items, strict=True):
-            found[portion.place] = None if isinstance(item, CorruptSample) else item.fps
-        rates = agreed_rates(found, self.mesh)
+        rates_here: dict[int, float | None] = dict.fromkeys(places, 0.0)
+        for portion, clip in zip(portions, items, strict=True):
+            rates_here[portion.place] = None if isinstance(clip, CorruptSample) else clip.fps
+        rates = agreed_rates(rates_here, self.mesh)
         corrupt = [place for place, rate in rates.items() if rate is None]
         for place, rate in rates.items():
             if rate is not None:
@@ -245,9 +248,9 @@ class ShardedEncoder:
             features.text_lengths[place] = length
 
         readable = []
-        for portion, item in zip(own, items, strict=True):
+        for portion, clip in zip(portions, items, strict=True):
             if portion.place not in corrupt:
-                readable.append(item)
+                readable.append(clip)
         assignment = assign(tuple(corrupt))
         sent = self._encode(assignment, readable, features)
         self._fill(assignment, self._exchange(assignment, sent, features), features)
@@ -272,13 +275,13 @@ class ShardedEncoder:
         return payloads
 
     def _captions(
-        self, own: Sequence[Portion], items: Sequence[Any], features: Features
+        self, portions: Sequence[Portion], items: Sequence[Any], features: Features
     ) -> dict[int, list[Tensor]]:
         """Features of the captions that this rank encodes, ``[1, L, W]``, and arrays, by place."""
         with_caption = {}
-        for portion, item in zip(own, items, strict=True):
+        for portion, clip in zip(portions, items, strict=True):
             if portion.has_caption:
-                with_caption[portion.place] = item
+                with_caption[portion.place] = clip
 
         captions = {}
         encoded = self.source.text_features(list(with_caption.values()))
@@ -304,11 +307,11 @@ class ShardedEncoder:
         if self.mesh.sp_size == 1:
             return sent
         channels = self.source.carried
-        of_clip = [tensor.numel() for tensor in features.with_caption(0)]
+        lengths = [tensor.numel() for tensor in features.with_caption(0)]
         sections = []  # of each payload received: elements of the latents, and of each tensor
         for sender, num_positions in enumerate(assignment.delivery.recv_splits):
             num_captions = len(assignment.captions(sender, self.mesh.sp_rank))
-            sections.append([num_positions * channels, *of_clip * num_captions])
+            sections.append([num_positions * channels, *lengths * num_captions])
 
         buffers = [payload.pack() for payload in sent]
         recv = list(map(sum, sections))
@@ -323,8 +326,8 @@ class ShardedEncoder:
         )
 
         payloads = []
-        for buffer, of_payload in zip(received.split(recv), sections, strict=True):
-            latents, *captions = buffer.split(of_payload)
+        for buffer, lengths_of_payload in zip(received.split(recv), sections, strict=True):
+            latents, *captions = buffer.split(lengths_of_payload)
             payloads.append(Payload(latents.view(-1, channels), captions))
         return payloads
 
@@ -332,6 +335,7 @@ class ShardedEncoder:
         """Write received payloads into ``features``."""
         positions = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
         numbers = to_device(assignment.delivery.place, self.device)
+        # Each position is received once, so the order of senders does not matter.
         positions[numbers] = torch.cat([payload.latents for payload in received])
 
         for sender, payload in enumerate(received):
@@ -351,19 +355,20 @@ class ShardedEncoder:
         whole: bool,
         corrupt: tuple[int, ...],
     ) -> Assignment:
-        """The portions of the clips at ``places``, without those of the ``corrupt`` ones.
+        """The portions of the clips at ``places``, except of ``corrupt`` clips.
 
         ``group`` is the current one.
         """
         size, ranks = self.source.latent_size(shape), group.size
         portions = []
-        for own in distribute_pieces(places, self.source.pieces(shape), ranks):
-            portions.append([portion for portion in own if portion.place not in corrupt])
+        for rank_portions in distribute_pieces(places, self.source.pieces(shape), ranks):
+            portions.append([portion for portion in rank_portions if portion.place not in corrupt])
 
+        # Positions are numbered once, and rows select numbers.
         numbers = torch.arange(num_clips * size[0] * size[1] * size[2]).view(num_clips, *size)
         made = []
-        for own in portions:
-            parts = [numbers[portion.place, portion.latents].flatten() for portion in own]
+        for rank_portions in portions:
+            parts = [numbers[portion.place, portion.latents].flatten() for portion in rank_portions]
             made.append(torch.cat([numbers.new_zeros(0), *parts]))
 
         needed = [torch.ones(numbers.numel(), dtype=torch.bool) for _ in range(ranks)]
@@ -377,8 +382,8 @@ class ShardedEncoder:
 
 def _positions(rows_held: Sequence[Any], numbers: Tensor) -> Tensor:
     """Mask of the latent positions ``[B, f, h, w]`` that lie in ``rows_held``, flattened."""
-    found = torch.zeros(numbers.numel() + 1, dtype=torch.bool)
+    mask = torch.zeros(numbers.numel() + 1, dtype=torch.bool)
     for rows in rows_held:
         # Patches are padded with 0, so positions are numbered from 1 here.
-        found[rows.slice(numbers + 1).flatten()] = True
-    return found[1:]
+        mask[rows.slice(numbers + 1).flatten()] = True
+    return mask[1:]

@@ -47,7 +47,7 @@ from .attention_table import (
 )
 from .functions import with_zero_gradients
 from .kernels import attend_short_rows, chosen
-from .kernels.reference.short_rows import attend_short_rows as explicit_softmax
+from .kernels.short_rows import explicit_softmax
 from .packed_attention import Kernel, attend_packed, available, efficient, flash
 from .packing import MAX_ROWS, Lengths, Packing
 

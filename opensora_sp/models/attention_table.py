@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 
 import torch
 
-from .kernels.reference.short_rows import HEAD_WIDTHS, LENGTHS
+from .kernels.short_rows import HEAD_WIDTHS, LENGTHS
 
 LABELS = {
     "spatial": "spatial attention",

@@ -353,21 +353,18 @@ class RunEstimator:
         """Traced with all blocks at one level of gradient checkpointing, once."""
         key = (latents, ranks, level)
         if key not in self.traced:
-            self.traced[key] = self._trace(*key)
+            self.traced[key] = trace_activations(
+                self.name,
+                self.config,
+                latents,
+                options=self.options_on(ranks, latents),
+                ranks=ranks,
+                dtype=self.dtype,
+                level=level,
+                training=self.training,
+                device=self.device,
+                kernels=self.kernels,
+                lora=self.lora,
+                num_frames=self.video_frames.get(latents[2:]),
+            )
         return self.traced[key]
-
-    def _trace(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
-        return trace_activations(
-            self.name,
-            self.config,
-            latents,
-            options=self.options_on(ranks, latents),
-            ranks=ranks,
-            dtype=self.dtype,
-            level=level,
-            training=self.training,
-            device=self.device,
-            kernels=self.kernels,
-            lora=self.lora,
-            num_frames=self.video_frames.get(latents[2:]),
-        )

@@ -79,8 +79,15 @@ def trace_activations(
     live = AllocatorPeak() if device == "cuda" else LivePeak()
     at_segments: list[int] = []  # live bytes
     model.segment.register_forward_pre_hook(lambda *_: at_segments.append(live.live))
+    step = run_step(
+        model, latents, ranks=ranks, training=training, device="meta", num_frames=num_frames
+    )
+    before, inputs = live.live, 0
+    live.reset_peak()
     with using_kernels(kernels), live:
-        peak, inputs = _passed(model, latents, ranks, training, live, num_frames)
+        for stop in step:
+            inputs = live.live - before if stop == "inputs" else inputs
+    peak = live.peak - before
 
     # Between the last parts of two pairs: all that a forward pass makes once exists before the
     # first.
@@ -94,24 +101,6 @@ def trace_activations(
         inputs=inputs + workspaces,
         largest=getattr(live, "largest", 0),
     )
-
-
-def _passed(
-    model: Any,
-    latents: tuple[int, ...],
-    ranks: int,
-    training: bool,
-    live: LivePeak,
-    num_frames: int | None,
-) -> tuple[int, int]:
-    """Bytes at the peak of a pass, and of its inputs."""
-    before, inputs = live.live, 0
-    live.reset_peak()
-    for stop in run_step(
-        model, latents, ranks=ranks, training=training, device="meta", num_frames=num_frames
-    ):
-        inputs = live.live - before if stop == "inputs" else inputs
-    return live.peak - before, inputs
 
 
 def meta_model(name: str, config: Any, dtype: torch.dtype, lora: Lora | None = None) -> Any:

@@ -35,8 +35,7 @@ from opensora_sp.checkpoint import (
     open_weights,
 )
 from opensora_sp.checkpoint.folder import to_json
-from opensora_sp.checkpoint.shard_index import ShardIndex, is_index
-from opensora_sp.checkpoint.tensor_file import is_safetensors
+from opensora_sp.checkpoint.tensor_file import ShardIndex, is_index, is_safetensors
 from opensora_sp.common.files import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper

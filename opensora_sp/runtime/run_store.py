@@ -218,7 +218,8 @@ class RunStore:
 
     def limit_answers(self, timeout: float) -> None:
         """Set the seconds after which a store that does not answer is lost."""
-        self._connected().timeout = timeout
+        if self._store is not None:
+            self._store.timeout = timeout
 
     def write(self, heartbeat: Heartbeat) -> None:
         self._connected().set(f"heartbeat {self.rank}", json.dumps(asdict(heartbeat)))

@@ -135,7 +135,6 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._world_size > 1:
             self._store.limit_answers(self._answer_timeout)
-            self._write_heartbeat()
             self._recorder.start()
         self._signals.install()
         self._thread.start()

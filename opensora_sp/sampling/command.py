@@ -64,11 +64,11 @@ def config_of(arguments: argparse.Namespace) -> InferenceConfig:
 
     prompts = [{"prompt": text} for text in args["prompt"]]
     if args["prompts"]:
-        prompts += [one.model_dump() for one in read_prompts(args["prompts"])]
+        prompts += [prompt.model_dump() for prompt in read_prompts(args["prompts"])]
     if args["vbench_prompts"]:
         values |= {"file_names": "prompt", "num_samples": VBENCH_SAMPLES} | values
         # Lists of several dimensions may repeat prompts.
-        texts = dict.fromkeys(one.prompt for one in read_prompts(args["vbench_prompts"]))
+        texts = dict.fromkeys(prompt.prompt for prompt in read_prompts(args["vbench_prompts"]))
         prompts += [{"prompt": text} for text in texts]
     if prompts:
         values["prompts"] = prompts
@@ -78,7 +78,7 @@ def config_of(arguments: argparse.Namespace) -> InferenceConfig:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``opensora-sp sample``."""
-    parser = config_arguments("Sample videos or images; each has a contact sheet and a JSON file.")
+    parser = config_arguments()
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable"
     )

@@ -1,6 +1,6 @@
 """Conditioning frames of references, prompts that change between loops, and their notation.
 
-The notation is that of Open-Sora 1.2: insertions separated by ``;``, each up to six numbers
+The notation is from Open-Sora 1.2: insertions separated by ``;``, each up to six numbers
 separated by ``,``
 
     loop, reference, first frame of the reference, first frame of the video, frames, edit
@@ -38,7 +38,7 @@ class Insertion:
     edit: float = 0.0
 
     def __str__(self) -> str:
-        return ",".join(str(value) for value in astuple(self))
+        return ",".join(str(number) for number in astuple(self))
 
 
 def parse_mask_strategy(text: str) -> list[Insertion]:
@@ -85,7 +85,7 @@ def insert_references(
     Args:
         latent: ``[c, f, h, w]``, the noise or latent to put them into; not changed.
         references: latents ``[c, f_i, h, w]``.
-        insertions: those of other loops than ``loop`` are ignored; later ones overwrite earlier
+        insertions: other loops than ``loop`` are ignored; later insertions overwrite earlier
             ones.
         align: move first frames to the nearest multiple of this, the latent frames of a chunk of
             the autoencoder; None leaves them.
@@ -110,6 +110,7 @@ def insert_references(
         source = _first_frame(insertion.reference_start, available, align, insertion, "reference")
         target = _first_frame(insertion.start, num_frames, align, insertion, "video")
 
+        # Frames beyond either end are cut off.
         length = min(insertion.length, available - source, num_frames - target)
         latent[:, target : target + length] = reference[:, source : source + length]
         mask[target : target + length] = insertion.edit
@@ -163,12 +164,12 @@ def _first_frame(
     return first if align is None else nearest_point(first, align, frames)
 
 
-def nearest_point(value: int, grid: int, maximum: int) -> int:
+def nearest_point(frame: int, grid: int, maximum: int) -> int:
     """The multiple of ``grid`` nearest to ``value``, the lower one of two.
 
     The ``grid`` numbers from there on are all below ``maximum``.
     """
-    below, rest = divmod(value, grid)
+    below, rest = divmod(frame, grid)
     rounds_up = 2 * rest > grid and below + 1 < maximum // grid
     return (below + rounds_up) * grid
 
@@ -283,10 +284,10 @@ def parse_prompt(
 
     if brace:
         try:
-            own = parse_json(brace + rest, "the prompt")
-            if set(own) - set(options) or not all(isinstance(v, str) for v in own.values()):
+            given = parse_json(brace + rest, "the prompt")
+            if set(given) - set(options) or not all(isinstance(v, str) for v in given.values()):
                 raise ValueError
-            options |= own
+            options |= given
         except ValueError:
             raise ValueError(
                 f"got prompt {text!r}; expected text, then at most a JSON object with the texts "

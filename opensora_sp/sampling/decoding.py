@@ -6,14 +6,14 @@ holds at most P decoded pieces. A piece is decoded by the same call on every ran
 bitwise equal on any number of processes.
 
 Frames that neighbouring pieces share (``chunk_overlap``) are the mean of both. Each piece's version
-is sent in float32, and the writer holds that of one piece until the next one arrives.
+is sent in float32, and the writer keeps it until the next piece arrives.
 
 Legend: B videos, c latent channels, f x h x w latent size, P ranks of the SP group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from opensora_sp.data import to_frames
 from opensora_sp.encoders import Piece, decoded_pieces
 from opensora_sp.parallel import SequenceMesh
 
+from .requests import frames_of
+
 Frames = Iterator[tuple[int, np.ndarray]]
 """(index in the batch, frames uint8 ``[F, height, width, 3]``); pieces of a video are in order."""
 
@@ -37,16 +39,16 @@ class Unit:
 
     Attributes:
         skipped: of its first frames, those that repeat the loop before.
-        joined, held: of its first and last frames, those that it shares with the units before and
-            after it.
+        shared_before, shared_after: numbers of first and last frames that it shares with the units
+            before and after it.
     """
 
     video: int
     part: int
     piece: Piece
     skipped: int
-    joined: int = 0
-    held: int = 0
+    shared_before: int = 0
+    shared_after: int = 0
 
     @property
     def num_frames(self) -> int:
@@ -54,13 +56,17 @@ class Unit:
 
 
 class Decoded(NamedTuple):
-    """The frames of a unit: its own as uint8 ``[F, height, width, 3]``, and those that it shares
-    with the units before and after it, float32 ``[3, F, height, width]`` on the CPU.
+    """The frames of a unit.
+
+    Attributes:
+        shared_before, shared_after: shared with the units before and after it, float32
+            ``[3, F, height, width]`` on the CPU.
+        frames: the others, uint8 ``[F, height, width, 3]``.
     """
 
-    joined: Tensor
-    own: np.ndarray
-    held: Tensor
+    shared_before: Tensor
+    frames: np.ndarray
+    shared_after: Tensor
 
 
 def decode(
@@ -85,19 +91,19 @@ def decode(
     # A single loop overlaps with none, whatever lengths its autoencoder takes.
     skipped = frames_of(vae.latent_size, overlap, num_frames, size) if len(parts) > 1 else 0
     units = _units(len(parts), pieces, skipped)
-    held: dict[int, Tensor] = {}
+    last_shared: dict[int, Tensor] = {}
     for turn in turns(units, count, mesh.sp_size):
         decoded = None
         if mesh.sp_rank < len(turn):
             unit = turn[mesh.sp_rank]
             decoded = _decode_one(vae, parts[unit.part][unit.video], unit, size)
 
-        for video, one in _to_writers(turn, decoded, mesh):
-            if one.joined.shape[1]:
-                yield video, to_frames((held[video] + one.joined) / 2)
-            if len(one.own):
-                yield video, one.own
-            held[video] = one.held
+        for video, part in _to_writers(turn, decoded, mesh):
+            if part.shared_before.shape[1]:
+                yield video, to_frames((last_shared[video] + part.shared_before) / 2)
+            if len(part.frames):
+                yield video, part.frames
+            last_shared[video] = part.shared_after
 
 
 def collected(frames: Frames, count: int) -> list[np.ndarray]:
@@ -106,7 +112,7 @@ def collected(frames: Frames, count: int) -> list[np.ndarray]:
     pieces: list[list[np.ndarray]] = [[] for _ in range(count)]
     for video, piece in frames:
         pieces[video].append(piece)
-    return [np.concatenate(one) if one else empty for one in pieces]
+    return [np.concatenate(parts) if parts else empty for parts in pieces]
 
 
 def writer_of(video: int, mesh: SequenceMesh) -> int:
@@ -114,23 +120,13 @@ def writer_of(video: int, mesh: SequenceMesh) -> int:
     return video % mesh.sp_size
 
 
-def frames_of(
-    latent_size: Callable[..., tuple[int, int, int]],
-    latent_frames: int,
-    num_frames: int,
-    size: tuple[int, int],
-) -> int:
-    """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
-    counts = range(1, num_frames + 1)
-    return max((n for n in counts if latent_size(n, *size)[0] <= latent_frames), default=0)
-
-
 def turns(units: Sequence[Unit], num_videos: int, ranks: int) -> Iterator[list[Unit]]:
-    """The units decoded in each turn, at most one per rank; ``units`` are those of one video.
+    """The units decoded in each turn, at most one per rank; ``units`` make one video.
 
     Of P whole videos each rank decodes the one that it writes, without communication. The units of
     the remaining videos are distributed one by one.
     """
+    # No frames are sent as long as each rank has a whole video.
     num_local = num_videos - num_videos % ranks
     for first in range(0, num_local, ranks):
         for unit in units:
@@ -154,9 +150,9 @@ def _units(num_parts: int, pieces: Sequence[Piece], shared: int) -> list[Unit]:
         skipped = max(0, shared - pieces[number].frames.start) if part else 0
         unit = Unit(0, part, pieces[number], skipped)
         if unit.num_frames > 0:
-            joined = max(0, overlaps[number] - skipped)
-            held = min(overlaps[number + 1], unit.num_frames)
-            units.append(replace(unit, joined=joined, held=held))
+            before = max(0, overlaps[number] - skipped)
+            after = min(overlaps[number + 1], unit.num_frames)
+            units.append(replace(unit, shared_before=before, shared_after=after))
     return units
 
 
@@ -167,14 +163,14 @@ def _decode_one(vae: Any, latents: Tensor, unit: Unit, size: tuple[int, int]) ->
     decoded = vae.decode(latents[None, :, unit.piece.latents].float(), num_frames=num_frames)
     video = decoded[0, :, unit.skipped :, : size[0], : size[1]]  # [3, F, height, width]
 
-    last = unit.num_frames - unit.held
-    joined, own, held = video.tensor_split((unit.joined, last), dim=1)
+    last = unit.num_frames - unit.shared_after
+    before, frames, after = video.tensor_split((unit.shared_before, last), dim=1)
     # Copies, which do not keep the other frames in memory.
-    return Decoded(joined.float().cpu().clone(), to_frames(own), held.float().cpu().clone())
+    return Decoded(before.float().cpu().clone(), to_frames(frames), after.float().cpu().clone())
 
 
 def _to_writers(
-    turn: Sequence[Unit], own: Decoded | None, mesh: SequenceMesh
+    turn: Sequence[Unit], decoded: Decoded | None, mesh: SequenceMesh
 ) -> list[tuple[int, Decoded]]:
     """Send each unit's frames to its writer; returns those that this rank writes.
 
@@ -183,7 +179,7 @@ def _to_writers(
     group: Any = mesh.host_group
     received = []
     for rank, unit in enumerate(turn):
-        writer, frames = writer_of(unit.video, mesh), [own]
+        writer, frames = writer_of(unit.video, mesh), [decoded]
         if mesh.sp_rank == rank != writer:
             dist.send_object_list(frames, dist.get_global_rank(group, writer), group)
         elif mesh.sp_rank == writer != rank:

@@ -12,12 +12,10 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -25,44 +23,15 @@ from opensora_sp.checkpoint import Adapters, weight_files
 from opensora_sp.checkpoint.filesystem import sha256
 from opensora_sp.common.files import read_json
 from opensora_sp.config import InferenceConfig
+from opensora_sp.data.video import Mp4
 
-from .contact_sheet import shown_frames, write_contact_sheet
-from .lettering import drawable
+from .contact_sheet import drawable, shown_frames, write_contact_sheet
 from .requests import Request
 
 # The folder of videos whose names are their prompts.
 VIDEOS = "videos"
-# The key of digests of the files that a video was made of. Former versions recorded none.
+# The key of digests of the files that a video was made of.
 DIGESTS = "input_sha256"
-
-
-class Mp4:
-    """H.264 in mp4; odd sizes lose their last row or column.
-
-    Frames uint8 ``[F, height, width, 3]`` are added in pieces.
-    """
-
-    def __init__(self, path: Path, fps: float) -> None:
-        self.container, self.fps = av.open(str(path), mode="w"), fps
-        self.stream: Any = None
-
-    def add(self, frames: np.ndarray) -> None:
-        # yuv420p needs even sizes.
-        height, width = (side // 2 * 2 for side in frames.shape[1:3])
-        if self.stream is None:
-            rate = Fraction(self.fps).limit_denominator(1000)
-            self.stream = self.container.add_stream("libx264", rate=rate)
-            self.stream.height, self.stream.width, self.stream.pix_fmt = height, width, "yuv420p"
-            self.stream.options = {"crf": "12", "preset": "veryfast", "threads": "1"}
-
-        for frame in frames[:, :height, :width]:
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            self.container.mux(self.stream.encode(picture))
-
-    def close(self) -> None:
-        if self.stream is not None:
-            self.container.mux(self.stream.encode())
-        self.container.close()
 
 
 class Images:
@@ -104,6 +73,7 @@ class Output:
         self.title = drawable(request.prompt.text, f"video {request.index:03d}")
         self.name, self.facts = request.name, facts
 
+        # Nothing has its final name before it is complete.
         self.partial = _partial(self.path)
         fps = facts.get("save_fps") or request.fps
         self.file = FORMATS[facts["format"]](self.partial, fps)
@@ -126,7 +96,7 @@ class Output:
         """Give the files their final names; returns the video's path."""
         self._close()
 
-        # Files of an earlier request must not stand beside this video.
+        # Files of an earlier request must not stay with this video.
         self.metadata.unlink(missing_ok=True)
         for kind in ("mp4", "gif"):
             self.path.with_name(f"{self.name}.{kind}").unlink(missing_ok=True)
@@ -160,7 +130,7 @@ class Output:
 
 
 def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
-    """Where a request's video, or single frame, is written.
+    """The path of a request's video, or single frame.
 
     VBench takes every file of a folder for a video, so those named for it have one of their own.
     """
@@ -170,7 +140,7 @@ def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
 
 
 def metadata_path(folder: Path, request: Request) -> Path:
-    """Where the metadata of a request's video are written."""
+    """The path of the metadata of a request's video."""
     return folder / f"{request.name}.json"
 
 
@@ -234,8 +204,6 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
 
     # The paths of weights and adapters may change; their SHA-256 may not.
     compared = [key for key in facts if key not in ("ckpt", "lora")]
-    if DIGESTS in compared and DIGESTS not in existing:
-        compared.remove(DIGESTS)
     differing = [key for key in compared if existing.get(key) != facts[key]]
     if not differing and not path.is_file():
         return None
@@ -243,40 +211,18 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
 
 
 def fingerprint(weights: Path, adapters: Sequence[Adapters] = ()) -> str:
-    """SHA-256 of weights in one or several files; from their checkpoint's manifest if listed.
-
-    With adapters, also of these and their scales.
-    """
-    found = _digests(weights)
-    for one in adapters:
-        found += [*_digests(one.path), repr(one.scale * one.scaling)]
-    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
-
-
-def _digests(weights: Path) -> list[str]:
-    """SHA-256 of each file of weights."""
-    files = weight_files(weights)
-    listed = _listed(files[0].parent.parent)
-    found = []
-    for file in files:
-        key = (f"{file.parent.name}/{file.name}", file.stat().st_size)
-        found.append(listed.get(key) or sha256(file))
-    return found
+    """SHA-256 of weights in one or several files. With adapters, also of these and their scales."""
+    digests = [sha256(file) for file in weight_files(weights)]
+    for adapter in adapters:
+        digests += [sha256(file) for file in weight_files(adapter.path)]
+        digests.append(repr(adapter.scale * adapter.scaling))
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _listed(checkpoint: Path) -> dict[tuple[str, int], str]:
-    """(path, bytes) -> SHA-256 of the files of a committed checkpoint; empty for other folders."""
-    if not (checkpoint / "COMMIT").is_file():
-        return {}
-    try:
-        entries = read_json(checkpoint / "manifest.json")["files"]
-        return {(name, entry["bytes"]): entry["sha256"] for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError):
-        return {}
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+def _short(fact: Any) -> str:
+    text = json.dumps(fact, ensure_ascii=False)
     return text if len(text) <= 40 else text[:37] + "..."
 
 

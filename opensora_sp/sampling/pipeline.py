@@ -5,7 +5,6 @@ Legend: B videos, c latent channels, f x h x w latent size, L text tokens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.diffusion import ConditioningFrames, EditStep, predictions_per_step, unguided
-from opensora_sp.diffusion.size_conditions import size_conditions
+from opensora_sp.diffusion import ConditioningFrames, OnStep, predictions_per_step, size_conditions
+from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
 from opensora_sp.models.compile import reporting_compilation
@@ -25,10 +24,7 @@ from opensora_sp.parallel import SequenceMesh
 
 from .conditioning import Insertion, Prompt, frames_of_kind, insert_references, prompt_of_loop
 from .decoding import Frames, decode
-from .extra_inputs import extra_inputs, first_frames
-from .requests import Request
-
-logger = logging.getLogger(__name__)
+from .requests import Request, extra_inputs, first_frames
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class PlacedReferences:
         return PlacedReferences([*self.references, latents], [added, *self.insertions])
 
     def in_loop(self, loop: int) -> bool:
-        """Whether any frame is placed in this loop."""
+        """True if any frame is placed in this loop."""
         return any(insertion.loop == loop for insertion in self.insertions)
 
 
@@ -77,18 +73,16 @@ class Pipeline:
         conditioning: Sequence[PlacedReferences] | None = None,
         conditioning_frames: ConditioningFrames | None = None,
         loop: int = 0,
-        on_step: Callable[[], object] | None = None,
-        edit_step: EditStep | None = None,
+        on_step: OnStep | None = None,
     ) -> Tensor:
         """Sample latents ``[B, c, f, h, w]``. Collective in the SP group.
 
         Args:
             text: the result of ``encode`` for the prompts of this loop; encoded here if None.
             conditioning: for each request, its conditioning frames; other loops' are ignored.
-            conditioning_frames: what the model takes beside its input (Open-Sora 1.3).
+            conditioning_frames: further inputs of the model (Open-Sora 1.3).
             loop: which part of a looped video this is.
-            on_step: called after each sampling step.
-            edit_step: may replace the latents after each step.
+            on_step: called after each step; may return other latents.
 
         Raises:
             ValueError: if the latents are not finite.
@@ -100,7 +94,7 @@ class Pipeline:
             return torch.stack(drawn).to(self.device, self.dtype)
 
         z, levels = noise("sample"), None
-        if conditioning is not None and any(one.in_loop(loop) for one in conditioning):
+        if conditioning is not None and any(placed.in_loop(loop) for placed in conditioning):
             z, levels = self._insert(z, conditioning, loop)
 
         geometry, numbers = size_conditions(
@@ -114,15 +108,17 @@ class Pipeline:
         copies = self._copies(conditioning_frames)
         text = text or self.encode(batch, loop, copies=copies)
         predict = self._prediction(text, numbers, copies, conditioning_frames)
-        # Not every process takes these.
-        special: dict[str, Any] = dict(conditioning_frames=conditioning_frames, edit_step=edit_step)
+        special: dict[str, Any] = {}
+        if conditioning_frames is not None:
+            # Not every process takes them.
+            special["conditioning_frames"] = conditioning_frames
         latents = self.flow.sample(
-            # Each step is a context of its own; the first one of a shape compiles.
+            # Each step is reported apart; the first one of a shape compiles.
             reporting_compilation("sampling")(predict),
             z,
             geometry=geometry,
             frame_levels=levels,
-            **{name: value for name, value in special.items() if value is not None},
+            **special,
             draw_noise=lambda k: noise("sample_draw", k),
             on_step=on_step,
         )
@@ -140,11 +136,11 @@ class Pipeline:
         if not self.cfg.model_spec.model_class.extra_inputs:
             return {}
         start = first_frames(self.cfg, batch[0], self.vae.latent_size)[loop]
-        of_requests = [extra_inputs(self.cfg, request, start) for request in batch]
-        return {
-            name: torch.stack([one[name] for one in of_requests]).to(self.device)
-            for name in of_requests[0]
-        }
+        inputs = [extra_inputs(self.cfg, request, start) for request in batch]
+        stacked = {}
+        for name in inputs[0]:
+            stacked[name] = torch.stack([arrays[name] for arrays in inputs]).to(self.device)
+        return stacked
 
     def _copies(self, conditioning_frames: ConditioningFrames | None) -> int:
         """Predictions of a step; a loop without conditioning frames is guided by text alone."""
@@ -162,9 +158,7 @@ class Pipeline:
         if copies == 1:
             return unguided(self.model, y=text, **numbers)
 
-        inputs: dict[str, Any] = {
-            name: torch.cat([value] * copies) for name, value in numbers.items()
-        }
+        inputs: dict[str, Any] = {name: torch.cat([x] * copies) for name, x in numbers.items()}
         if conditioning_frames is not None and conditioning_frames.index:
             null = self._null_text(copies * len(conditioning_frames.latents))
             inputs |= conditioning_frames.guided_inputs() | dict(y_null=null)
@@ -184,7 +178,7 @@ class Pipeline:
         that several requests share is encoded once.
 
         Args:
-            copies: predictions of a step; the first is that of the prompts. By default as without
+            copies: predictions of a step; the first is for the prompts. By default as without
                 conditioning frames.
         """
         texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
@@ -194,6 +188,7 @@ class Pipeline:
             drop += [text is None for text in negative]
             texts += [prompt if text is None else text for prompt, text in zip(prompts, negative)]
 
+        # T5 is expensive, and prompts often share their negative prompt.
         distinct = list(dict.fromkeys(texts))
         y, mask = self.text_encoder.encode(distinct)
         indices = [distinct.index(text) for text in texts]
@@ -202,23 +197,6 @@ class Pipeline:
         # The mask and ``drop`` stay on the CPU, where the model counts text tokens.
         encode_text: Any = self.model.encode_text
         return encode_text(y.to(self.device), mask.cpu(), torch.tensor(drop))
-
-    def warn_of_truncation(self, requests: Sequence[Request]) -> None:
-        """Warn of texts with more tokens than the model takes."""
-        texts = [request.negative_prompt or "" for request in requests]
-        for request in requests:
-            texts += [prompt_of_loop(request.prompt.text, loop) for loop in range(self.cfg.loop)]
-
-        limit = self.text_encoder.max_length
-        for text in dict.fromkeys(texts):
-            count = self.text_encoder.num_tokens(text)
-            if count > limit:
-                logger.warning(
-                    "got %d tokens, of which the model takes %d; the last are truncated: %r",
-                    count,
-                    limit,
-                    text,
-                )
 
     def _insert(
         self, z: Tensor, conditioning: Sequence[PlacedReferences], loop: int
@@ -232,9 +210,9 @@ class Pipeline:
             # A frame may begin anywhere: the release aligns none with these chunks.
             align = None
         latents, levels = [], []
-        for noise, one in zip(z, conditioning, strict=True):
+        for noise, placed in zip(z, conditioning, strict=True):
             inserted, level = insert_references(
-                noise, one.references, one.insertions, loop=loop, align=align
+                noise, placed.references, placed.insertions, loop=loop, align=align
             )
             latents.append(inserted)
             levels.append(level)
@@ -256,8 +234,7 @@ class Pipeline:
         self,
         batch: Sequence[Request],
         *,
-        on_step: Callable[[], object] | None = None,
-        edit_step: EditStep | None = None,
+        on_step: OnStep | None = None,
     ) -> list[Tensor]:
         """Latents ``[B, c, f, h, w]`` of each loop. Collective in the SP group.
 
@@ -277,8 +254,8 @@ class Pipeline:
                     loop, reference_start=-length, length=length, edit=cfg.condition_frame_edit
                 )
                 conditioning = [
-                    one.with_reference(last, end)
-                    for one, last in zip(conditioning, parts[-1], strict=True)
+                    placed.with_reference(last, end)
+                    for placed, last in zip(conditioning, parts[-1], strict=True)
                 ]
 
             # Most prompts are the same in all loops, and encoding is expensive.
@@ -295,7 +272,6 @@ class Pipeline:
                     conditioning_frames=conditioning_frames,
                     loop=loop,
                     on_step=on_step,
-                    edit_step=edit_step,
                 )
             )
         return parts

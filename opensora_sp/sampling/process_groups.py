@@ -1,6 +1,6 @@
-"""How many ranks share a batch in sampling, and which SP group samples which batches.
+"""SP groups of a sampling run: their size and batches, and the placement of the encoders' weights.
 
-The estimate is that of ``planner/seconds.py`` by the rates of ``parallel/cost_model.py``:
+``planner/seconds.py`` estimates by the rates of ``parallel/cost_model.py``:
 seconds of the busiest rank for one step of each batch. Encoding, decoding and writing cost the same
 in all cases and are ignored.
 """
@@ -8,10 +8,13 @@ in all cases and are ignored.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Collection, Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
+import torch
 import torch.distributed as dist
 
 from opensora_sp.common.tensors import DTYPES
@@ -22,10 +25,14 @@ from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
 from opensora_sp.parallel.mesh import spans_nodes
+from opensora_sp.planner.batches import BatchSpec
+from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.sampling_memory import FREE_SHARE
 from opensora_sp.planner.seconds import ModelCosts, seconds_of
 
 from .requests import Request, batches_of
 
+logger = logging.getLogger(__name__)
 Batch = list[Request]
 
 
@@ -44,34 +51,23 @@ def choose_groups(
     world_size: int,
     *,
     cost_model: CostModel = H100,
-    ranks_of_hosts: Collection[int] = (),
+    ranks_per_node: int | None = None,
 ) -> Groups:
     """The config's ``sp_size``, or the one with the shortest estimated time (the smallest such).
 
     Args:
         cost_model: of the devices.
-        ranks_of_hosts: see ``find_ranks_of_hosts``; empty where all ranks are on one.
-
-    Raises:
-        ValueError: if hosts differ so that ranks would take the link of a group for another one.
+        ranks_per_node: the same on all hosts; None if all ranks are on one.
     """
     seconds_by = functools.partial(_seconds_by_shape, cfg, cost_model)
-    spanning = _spanning(world_size, ranks_of_hosts or {world_size})
-    sizes = list(spanning)
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     if cfg.sp_size:
-        if cfg.sp_size not in spanning:
-            raise ValueError(
-                f"got sp_size {cfg.sp_size} on hosts with {sorted(ranks_of_hosts)} processes, some "
-                "of which count its groups as on one host and others as on several; expected one "
-                f"of {sizes}, which all count alike; pass --sp-size with one of them, leave it "
-                "out, or start equally many processes on each host"
-            )
         sizes = [cfg.sp_size]
 
     schedules = {}
     for n in sizes:
         groups = world_size // n
-        seconds = seconds_by(n, spanning[n])
+        seconds = seconds_by(n, spans_nodes(world_size, n, ranks_per_node or world_size))
         schedules[n] = _schedule(batches_of(requests, cfg.batch_size, groups), groups, seconds)
 
     best = min(sizes, key=lambda n: schedules[n][0])
@@ -94,33 +90,6 @@ def choose_groups(
     return Groups(best, batches, f"{what}, {reason}")
 
 
-def find_ranks_of_hosts() -> set[int]:
-    """The numbers of ranks that hosts have. Collective.
-
-    A rank knows that of its own host only, and all have to choose alike. Without a launcher that
-    sets it, there is one host.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    found = [own] * world_size
-    if dist.is_initialized():
-        dist.all_gather_object(found, own)
-    return set(found)
-
-
-def _spanning(world_size: int, ranks_of_hosts: Collection[int]) -> dict[int, bool]:
-    """Whether groups lie on several nodes, by their sizes; of sizes for which all ranks find the
-    same (``SequenceMesh``).
-    """
-    found = {}
-    for n in range(1, world_size + 1):
-        if world_size % n == 0:
-            seen = {spans_nodes(world_size, n, count) for count in ranks_of_hosts}
-            if len(seen) == 1:
-                found[n] = seen.pop()
-    return found
-
-
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """``1 video``, ``3 videos``."""
     return f"{number} {noun}" + plural * (number > 1)
@@ -134,6 +103,7 @@ def _schedule(
     Greedy scheduling: the longest batch first, each to the group with the least work so far.
     """
     loads, schedule = [0.0] * groups, [list[Batch]() for _ in range(groups)]
+    # The longest first, so that the last ones fill the gaps.
     for batch in sorted(batches, key=seconds, reverse=True):
         group = loads.index(min(loads))
         loads[group] += seconds(batch)
@@ -164,3 +134,45 @@ def _seconds_by_shape(
         )
 
     return lambda batch: seconds(batch[0].shape, len(batch))
+
+
+def free_memory(device: torch.device) -> float:
+    """Free bytes of the GPU with the fewest. Collective, since ranks have to choose alike."""
+    free, _ = torch.cuda.mem_get_info(device)
+    least = torch.tensor(free, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least)
+
+
+def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> InferenceConfig:
+    """The config with encoders whose peak fits into the free bytes, if any does; logs the choice.
+
+    Settings of ``offload`` stay as they are.
+    """
+    spec = largest_batch(groups)
+    cfg = cfg.model_copy(update=dict(sp_size=groups.sp_size))
+    run = RunEstimator(cfg, groups.sp_size, free)
+    memory = run.memory_of(run.latents(spec), groups.sp_size)
+    chosen, estimate = run.sampling_memory(spec, memory)
+
+    logger.info("memory, of %.3f GB free: %s", free / 1e9, estimate.describe())
+    if estimate.peak > FREE_SHARE * free:
+        logger.warning(
+            "got %.3f GB of free GPU memory; expected %.3f GB for %d videos of %d frames, %dx%d; "
+            "lower batch_size, num_frames or the resolution, or start more processes",
+            free / 1e9,
+            estimate.peak / FREE_SHARE / 1e9,
+            spec.batch_size,
+            spec.num_frames,
+            *spec.image_size,
+        )
+    return chosen
+
+
+def largest_batch(groups: Groups) -> BatchSpec:
+    """A batch of the largest number of videos and of the largest shape."""
+    batches = list(chain.from_iterable(groups.batches))
+    num_frames, *size = max((batch[0].shape for batch in batches), key=math.prod)
+    height, width = size
+    return BatchSpec(max(map(len, batches)), num_frames, (height, width))

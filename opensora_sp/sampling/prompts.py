@@ -42,8 +42,8 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
 
     try:
         text = read_small_file(path, MAX_BYTES, "a prompts file").decode(ENCODING)
-        found = _rows(path, text) if path.suffix == ".csv" else _lines(text)
-        prompts = list(islice(found, MAX_PROMPTS + 1))
+        parsed = _rows(path, text) if path.suffix == ".csv" else _lines(text)
+        prompts = list(islice(parsed, MAX_PROMPTS + 1))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save "

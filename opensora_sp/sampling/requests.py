@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from opensora_sp.encoders import (
 )
 
 from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
-from .extra_inputs import extra_inputs, first_frames
-from .lettering import JOINERS
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200
+# Zero-width characters that shape their neighbours.
+JOINERS = "\u200c\u200d"
 # Of a run; the others are of a prompt.
 MAX_VIDEOS = 100_000
 MAX_CHARACTERS, MAX_REFERENCES = 20_000, 64
@@ -48,10 +48,10 @@ class Request:
         index: position of the prompt in the list.
         place: ``index``, or 0 for a prompt with its own seed, whose video is then independent of
             its position.
-        sample: number of the video among those of the same prompt.
+        sample: number of the video among the videos of its prompt.
         own_name: the name of its files, without suffix; None makes one of index and prompt.
         inputs: files of the model's further inputs, by name.
-        digests: SHA-256 of ``files`` by path, where they are recorded beside the video.
+        digests: SHA-256 of ``files`` by path, where they are recorded with the video.
     """
 
     prompt: Prompt
@@ -69,7 +69,7 @@ class Request:
 
     @property
     def files(self) -> list[Path]:
-        """What is read for the video."""
+        """The files that are read for the video."""
         return [*self.prompt.references, *self.inputs.values()]
 
     @property
@@ -102,7 +102,7 @@ def file_name(text: str) -> str:
     for the 255 bytes of a file name, with number, suffix and the prefix of temporary files.
     """
     plain = unicodedata.normalize("NFC", text).lower()
-    kept = "".join(one if _is_kept(one) else "-" for one in plain)
+    kept = "".join(character if _is_kept(character) else "-" for character in plain)
     slug = re.sub("-+", "-", kept).strip("-")[:NAME_CHARACTERS]
     return slug.encode()[:NAME_BYTES].decode(errors="ignore")
 
@@ -154,18 +154,18 @@ def _check_names(requests: Sequence[Request]) -> None:
         seen.add(name)
 
 
-def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) -> Request:
+def _request(cfg: InferenceConfig, options: PromptOptions, index: int, sample: int) -> Request:
     def either(name: str) -> Any:
         """The prompt's own value, or else the config's."""
-        value = getattr(own, name)
-        return getattr(cfg, name) if value is None else value
+        option = getattr(options, name)
+        return getattr(cfg, name) if option is None else option
 
-    _check_at_most(MAX_CHARACTERS, len(own.prompt), "characters", "prompt")
-    prompt = parse_prompt(own.prompt, either("reference_path"), either("mask_strategy"))
+    _check_at_most(MAX_CHARACTERS, len(options.prompt), "characters", "prompt")
+    prompt = parse_prompt(options.prompt, either("reference_path"), either("mask_strategy"))
     own_name = f"{prompt.text}-{sample}" if cfg.file_names == "prompt" else None
     _check_at_most(MAX_REFERENCES, len(prompt.references), "references", "prompt")
 
-    num_frames, size = either("num_frames"), own.size or cfg.size
+    num_frames, size = either("num_frames"), options.size or cfg.size
     cfg.limits.check(f"the video {index} of the prompts", num_frames, *size)
     _check_at_most(cfg.limits.clip_frames, cfg.loop * num_frames, "frames in all loops", "video")
 
@@ -177,10 +177,10 @@ def _request(cfg: InferenceConfig, own: PromptOptions, index: int, sample: int) 
         seed=either("seed"),
         negative_prompt=either("negative_prompt"),
         index=index,
-        place=index if own.seed is None else 0,
+        place=index if options.seed is None else 0,
         sample=sample,
         own_name=own_name,
-        inputs={name: Path(path) for name, path in own.inputs.items()},
+        inputs={name: Path(path) for name, path in options.inputs.items()},
     )
 
 
@@ -214,13 +214,13 @@ def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
 
 
 def _score_numbers(cfg: InferenceConfig) -> dict[str, str | None]:
-    """By the phrase that a prompt may have itself: the sentence of each score, None for none."""
+    """The sentence of each score, by the phrase that a prompt may have itself; None for none."""
     values = {
         "aesthetic score:": None if cfg.aes is None else f"{float(cfg.aes):.1f}",
         "motion score:": None if cfg.flow is None else f"{float(cfg.flow):.1f}",
         "camera motion:": cfg.camera_motion,
     }
-    return {name: None if value is None else f"{name} {value}" for name, value in values.items()}
+    return {name: None if score is None else f"{name} {score}" for name, score in values.items()}
 
 
 def batches_of(
@@ -270,9 +270,9 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 
         counts = []
         for path in request.prompt.references:
-            found = probe_once(path, cfg.limits)
-            warn_once(path, (found.height, found.width), request.size)
-            kept = planned_whole_frames(cfg.vae, found.num_frames)
+            probed = probe_once(path, cfg.limits)
+            warn_once(path, (probed.height, probed.width), request.size)
+            kept = planned_whole_frames(cfg.vae, probed.num_frames)
             counts.append(planned_latent_size(cfg.vae, kept, *request.size)[0])
         if cfg.cond_type is not None:
             _check_condition(cfg.cond_type, request.prompt)
@@ -297,6 +297,7 @@ def latent_frames(cfg: InferenceConfig, request: Request) -> int:
             f"{cfg.vae['type']!r} gives back {decoded}; expected a count that comes back; "
             f"set num_frames={advised}"
         )
+
     wanted = cfg.model_spec.input_size
     if wanted is not None and wanted != latent_size:
         raise ValueError(
@@ -318,10 +319,10 @@ def _check_condition(kind: str, prompt: Prompt) -> None:
         )
 
 
-def _warn_of_size(path: Path, found: tuple[int, int], wanted: tuple[int, int]) -> None:
-    if found != wanted:
+def _warn_of_size(path: Path, size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    if size != wanted:
         logger.warning(
-            "reference %s of %dx%d pixels is resized and cropped to %dx%d", path, *found, *wanted
+            "reference %s of %dx%d pixels is resized and cropped to %dx%d", path, *size, *wanted
         )
 
 
@@ -337,11 +338,77 @@ def probe_reference(path: Path, limits: Limits) -> Probed:
             "check it"
         )
     try:
-        found = probe(path, time_limit=limits.seconds, limits=limits)
-        limits.check("frames", found.num_frames, found.height, found.width)
-        return found
+        probed = probe(path, time_limit=limits.seconds, limits=limits)
+        limits.check("frames", probed.num_frames, probed.height, probed.width)
+        return probed
     except UNREADABLE as error:
         raise ValueError(
             f"got reference {str(path)!r}, which cannot be decoded ({error or 'no frames'}); "
             "expected an image or a video; check the file"
         ) from None
+
+
+def frames_of(
+    latent_size: Callable[..., tuple[int, int, int]],
+    latent_frames: int,
+    num_frames: int,
+    size: tuple[int, int],
+) -> int:
+    """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
+    counts = range(1, num_frames + 1)
+    return max((n for n in counts if latent_size(n, *size)[0] <= latent_frames), default=0)
+
+
+def first_frames(
+    cfg: InferenceConfig, request: Request, latent_size: Callable[..., tuple[int, int, int]]
+) -> list[int]:
+    """The first frame of each loop in the whole video.
+
+    Args:
+        latent_size: of the autoencoder for frames, height and width.
+    """
+    if cfg.loop == 1:
+        return [0]
+    shared = frames_of(latent_size, cfg.condition_frame_length, request.num_frames, request.size)
+    return [loop * (request.num_frames - shared) for loop in range(cfg.loop)]
+
+
+def extra_inputs(cfg: InferenceConfig, request: Request, start: int = 0) -> dict[str, Tensor]:
+    """The further inputs of the model for one loop of a video, float32, by name.
+
+    Args:
+        start: the first frame of the loop in the whole video.
+
+    Raises:
+        ValueError: if some are missing, too many, or cannot be read.
+    """
+    files = cfg.extra_files
+    names = [] if files is None else list(files.names)
+    if request.inputs.keys() != set(names):
+        raise ValueError(
+            f"got inputs {list(request.inputs)} for {request.prompt.text!r}; expected files of "
+            f"{names}, which the model {cfg.model_spec.name!r} takes with the prompt; set inputs "
+            "of the prompt, for example inputs=dict(actions='actions.npy')"
+        )
+
+    _check_loops(cfg)
+    try:
+        return {} if files is None else files.read(request.inputs, request.shape, start=start)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"got inputs of {request.prompt.text!r} that cannot be read for the frames from "
+            f"{start} on ({error}); expected a .npy file of numbers for each, in the shape of the "
+            "model's extra_inputs, with the frames of all loops; correct it"
+        ) from None
+
+
+def _check_loops(cfg: InferenceConfig) -> None:
+    """Raise ValueError if an input cannot be continued from loop to loop."""
+    for name, axes in cfg.model_spec.model_class.extra_inputs.items():
+        _, *others = axes.split()
+        if cfg.loop > 1 and ("t" in axes.split() or "frames" in others):
+            raise ValueError(
+                f"got loop {cfg.loop} with the input {name} of axes {axes!r}; expected loop=1, or "
+                "inputs that begin with 'frames' or have no time, since inputs of latent "
+                "frames belong to one loop; set loop=1"
+            )

@@ -17,22 +17,26 @@ from opensora_sp.checkpoint import (
     check_adapters,
     check_encoders,
     check_model_config,
-    fill,
     find_weights,
     fitted,
-    merged,
     on_rank_0,
     open_adapters,
     open_weights,
     saved_config,
     verify,
 )
-from opensora_sp.checkpoint.adapters import warn_of_other_base
+from opensora_sp.checkpoint.adapters import merged, warn_of_other_base
+from opensora_sp.checkpoint.pretrained import fill
 from opensora_sp.common.console import LOGGER, RANK_LOCAL
+from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import InferenceConfig, TrainConfig, build_component, check_launch
-from opensora_sp.config.unused import unused_settings
-from opensora_sp.data.atomic import check_writable
+from opensora_sp.config import (
+    InferenceConfig,
+    TrainConfig,
+    build_component,
+    check_launch,
+    unused_settings,
+)
 from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
@@ -44,14 +48,19 @@ from opensora_sp.parallel import (
     parallelize,
 )
 from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
 from .decoding import writer_of
 from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
 from .pipeline import Pipeline
-from .placement import free_memory, place_encoders
-from .process_groups import choose_groups, counted, find_ranks_of_hosts
+from .process_groups import (
+    choose_groups,
+    counted,
+    free_memory,
+    place_encoders,
+)
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 
@@ -73,6 +82,8 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         requests, weights = preflight(cfg)
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         compared |= {"lora": found_at(cfg.lora), "weights": found_at([str(weights)])}
+        # Ranks choose groups by the number of ranks on a host, and have to choose alike.
+        compared[RANKS_OF_HOST] = os.environ.get(RANKS_OF_HOST, UNSET)
     store = join_rendezvous(compared)
     with closing_process_group(), Watchdog(store, grace_time=0):
         device = start_process_group(store)
@@ -86,7 +97,7 @@ def preflight(cfg: InferenceConfig, world_size: int | None = None) -> tuple[list
     """The checked requests and the path of the weights; the same on every rank.
 
     Args:
-        world_size: of the processes that will sample; by default those of this launch.
+        world_size: number of processes that will sample; by default of this launch.
 
     Raises:
         ValueError: for prompts, references, outputs, checkpoint, adapters or processes that do not
@@ -122,8 +133,8 @@ def resolved_sources(
     Raises:
         ValueError: see ``opened_adapters``.
     """
-    found = opened_adapters(cfg, sources, ema=ema)
-    return tuple(f"{one.path}:{one.scale!r}" for one in found)
+    opened = opened_adapters(cfg, sources, ema=ema)
+    return tuple(f"{adapters.path}:{adapters.scale!r}" for adapters in opened)
 
 
 def found_at(paths: Sequence[str]) -> list[str]:
@@ -141,17 +152,31 @@ def opened_adapters(
     """
     if not sources:
         return []
+    # Shapes are all that is compared.
     with torch.device("meta"):
         model = cfg.model_spec.build()
-    found = [open_adapters(one, ema=ema, allow_pickle=cfg.allow_pickle) for one in sources]
-    for adapters in found:
+    opened = []
+    for source in sources:
+        adapters = open_adapters(source, ema=ema, allow_pickle=cfg.allow_pickle)
         check_adapters(adapters, model)
-    return found
+        opened.append(adapters)
+    return opened
+
+
+def verified_digest(cfg: InferenceConfig, weights: Path) -> str:
+    """SHA-256 of the weights and the config's adapters, see ``fingerprint``.
+
+    Raises:
+        ValueError: unless they are listed so in their checkpoints' manifests.
+    """
+    adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
+    verify_parts(weights, adapters)
+    return fingerprint(weights, adapters)
 
 
 def verify_parts(weights: Path, adapters: Sequence[Adapters]) -> None:
-    """Raise ValueError unless weights and adapters are those of their checkpoints' manifests."""
-    for path in (weights, *(one.path for one in adapters)):
+    """Raise ValueError unless weights and adapters are as in their checkpoints' manifests."""
+    for path in (weights, *(adapter.path for adapter in adapters)):
         if (path.parent / "COMMIT").is_file():
             verify(path.parent, part=path.name)
 
@@ -201,12 +226,12 @@ def load_model(
     with torch.device("meta"):
         model = cfg.model_spec.build()
     check_encoders(model.config, vae, text_encoder)
-    found = open_weights(weights, ema=ema, allow_pickle=cfg.allow_pickle)
-    found = fitted(found, model, convert=cfg.convert)
-    with on_rank_0("comparing the weights with those of the adapters") as is_rank_0:
+    opened = open_weights(weights, ema=ema, allow_pickle=cfg.allow_pickle)
+    opened = fitted(opened, model, convert=cfg.convert)
+    with on_rank_0("comparing the weights with the base of the adapters") as is_rank_0:
         if is_rank_0:
-            warn_of_other_base(found, adapters)
-    fill(model, merged(found, adapters))
+            warn_of_other_base(opened, adapters)
+    fill(model, merged(opened, adapters))
 
     dtype = DTYPES[cfg.precision]
     model.requires_grad_(False).eval().to(device, dtype)
@@ -231,12 +256,13 @@ def _sample_all(
         return []
 
     cost_model = cost_model_of(cfg.cost_model)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     groups = choose_groups(
         cfg,
         requests,
-        dist.get_world_size() if dist.is_initialized() else 1,
+        world_size,
         cost_model=cost_model,
-        ranks_of_hosts=find_ranks_of_hosts(),
+        ranks_per_node=int(os.environ.get(RANKS_OF_HOST, world_size)),
     )
     for line in [groups.why, *unused_settings(cfg, groups.sp_size)]:
         logger.info("%s", line)
@@ -246,8 +272,6 @@ def _sample_all(
     if device.type == "cuda":
         placed = place_encoders(cfg, groups, free_memory(device))
     pipeline = build_pipeline(cfg, weights, mesh, device, placed=placed)
-    if mesh.rank == 0:
-        pipeline.warn_of_truncation(requests)
 
     folder.mkdir(parents=True, exist_ok=True)
     # With None the bar is shown in terminals only, so that log files have no carriage returns.
@@ -258,10 +282,14 @@ def _sample_all(
         disable=None if mesh.rank == 0 else True,
         dynamic_ncols=True,
     )
+
+    def advance(*_: Any) -> None:
+        bar.update()
+
     written = []
     with logging_redirect_tqdm([LOGGER]), bar:
         for batch in batches:
-            parts = pipeline.looped(batch, on_step=bar.update)
+            parts = pipeline.looped(batch, on_step=advance)
             written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
 
@@ -269,7 +297,7 @@ def _sample_all(
 def _remaining_requests(
     cfg: InferenceConfig, requests: list[Request], weights: Path, folder: Path
 ) -> tuple[list[Request], str]:
-    """The requests still to be sampled, with digests of their files, and that of the weights.
+    """The requests still to be sampled, with digests of their files, and the digest of the weights.
 
     Collective.
 
@@ -282,9 +310,7 @@ def _remaining_requests(
     result: list[Any] = [None]
     with on_rank_0("checking weights and videos") as is_rank_0:
         if is_rank_0:
-            adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
-            verify_parts(weights, adapters)
-            digest = fingerprint(weights, adapters)
+            digest = verified_digest(cfg, weights)
             requests = remaining = with_digests(requests)
 
             if cfg.skip_existing:
@@ -301,7 +327,7 @@ def _remaining_requests(
 
 
 def _exists(cfg: InferenceConfig, folder: Path, request: Request, digest: str) -> bool:
-    """Whether the video of this very request exists; warns if it is of another request."""
+    """True if the video of this very request exists; warn if it is of another request."""
     facts = facts_of(cfg, request, digest)
     differing = differences(folder, request, facts)
     if differing:
@@ -327,7 +353,7 @@ def write_batch(
     Args:
         parts: the result of ``Pipeline.looped``.
         digest: SHA-256 of the weights; None while they are being trained.
-        errors: takes what is wrong with videos that cannot be written, which end nothing else; None
+        errors: takes the errors of videos that cannot be written, which end nothing else; None
             raises the first error.
     """
     outputs = _BatchOutputs(errors)

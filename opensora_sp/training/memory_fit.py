@@ -146,13 +146,8 @@ def _log_sizes(fitted: Fit) -> None:
         fitted.seconds,
     )
     for bucket in fitted.batches:
-        logger.info(
-            "%14s %6d clips, %.3g s, decided by %s",
-            bucket.name,
-            bucket.batch.batch_size,
-            bucket.seconds,
-            bucket.decided_by,
-        )
+        clips = f"{bucket.name:>14} {bucket.batch.batch_size:6d} clips, {bucket.seconds:.3g} s"
+        logger.info("%s, decided by %s", clips, bucket.decided_by)
 
 
 def _check_sizes(cfg: TrainConfig, dataset: TrainingSet) -> None:

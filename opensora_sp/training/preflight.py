@@ -11,10 +11,9 @@ import torch
 
 from opensora_sp.checkpoint import check_model_config, fitted
 from opensora_sp.checkpoint.paths import checkpoint_step, had_checkpoints
-from opensora_sp.common.files import read_json
+from opensora_sp.common.files import check_writable, read_json
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import BatchPlan, CachedFeatures
-from opensora_sp.data.atomic import check_writable
 from opensora_sp.encoders import check_packages
 from opensora_sp.features.build import (
     TrainingSet,
@@ -75,7 +74,7 @@ def preflight(
     # Batch sizes that are left out are chosen by the memory that encoders leave.
     cfg = provisional(cfg, checkpoint)
     per_step = micro_batches_of_step(cfg, {}, world_size)
-    plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+    plan = make_plan(cfg, dataset, per_step)
     cfg = with_length(cfg, plan)
     if isinstance(dataset, CachedFeatures):
         check_cache(cfg, dataset)
@@ -170,7 +169,7 @@ def _resumed(
     """The config with the checkpoint's batch sizes, its ``state.json``, and the run's plan."""
     cfg, state = recorded(cfg, checkpoint), read_json(checkpoint / "state.json")
     per_step = state["micro_batches_per_step"]
-    return cfg, state, make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+    return cfg, state, make_plan(cfg, dataset, per_step)
 
 
 def _check_same_lora(cfg: TrainConfig, saved: dict[str, Any] | None, checkpoint: Path) -> None:
@@ -213,7 +212,7 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     """Raise ValueError if ``cfg.load`` cannot be read, or holds weights of another model."""
     weights, spec = initial_weights(cfg), cfg.model_spec
     # Adapters are for whole weights: checkpoints hold nothing that is initialized here.
-    options: dict[str, Any] = dict(convert=cfg.convert, of_base=cfg.lora is None)
+    options: dict[str, Any] = dict(convert=cfg.convert, allow_base=cfg.lora is None)
     if weights.config is not None:
         check_model_config(weights.path, spec.model_class.__name__, spec.config, **options)
     # Names and shapes are enough.

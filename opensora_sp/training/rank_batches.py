@@ -7,10 +7,9 @@ from collections.abc import Container
 from typing import Any
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import Assigned, BatchPlan, ReadRequest, ReplicaBatches, ScheduledBatches
+from opensora_sp.data import BatchPlan, ReplicaBatches, ScheduledBatches
 from opensora_sp.data.sampler import RankBatches
-from opensora_sp.features.build import Work
-from opensora_sp.features.group_seconds import GroupSeconds
+from opensora_sp.features.build import GroupSeconds, Work
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.batches import batches_by_name
@@ -48,10 +47,6 @@ def make_rank_batches(
             request_of=encoder.request,
         )
 
-    def request_of(assigned: Assigned) -> ReadRequest:
-        request = encoder.request(assigned.micro_batch, assigned.group)
-        return request._replace(group=assigned.group)
-
     options: dict[str, Any] = dict(ranks_per_node=mesh.ranks_per_node)
     # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
     if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
@@ -63,7 +58,7 @@ def make_rank_batches(
         rank=mesh.rank,
         family=mesh.family,
         seconds=GroupSeconds(cfg, work, **options),
-        request_of=request_of,
+        request_of=encoder.request,
     )
 
 

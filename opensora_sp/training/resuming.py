@@ -21,9 +21,9 @@ from opensora_sp.checkpoint import (
     committed_checkpoints,
     newest_checkpoint,
     on_rank_0,
-    set_aside,
     verify,
 )
+from opensora_sp.checkpoint.folder import read_commit, set_aside
 from opensora_sp.checkpoint.hub import describe_missing
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 
@@ -173,7 +173,7 @@ def _set_all_aside(run_dir: Path) -> None:
 
 def agree_on(checkpoint: Path | None) -> None:
     """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
-    local = None if checkpoint is None else (checkpoint.name, (checkpoint / "COMMIT").read_text())
+    local = None if checkpoint is None else (checkpoint.name, read_commit(checkpoint))
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, local)
 

@@ -153,7 +153,7 @@ def small_batch(model: Any, latents: LatentShape, num_frames: int | None = None)
     """Inputs drawn for ``forward``.
 
     Args:
-        num_frames: of the video, for models with an input of each; by default those of latents.
+        num_frames: of the video, for models with an input of each; by default as of latents.
     """
     num_samples, frames, height, width = latents
     config, double = model.config, torch.float64

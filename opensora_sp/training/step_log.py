@@ -14,8 +14,8 @@ import numpy as np
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.schedule import learning_rate
-from opensora_sp.data import Assigned, MicroBatch, ScheduledBatches, StepLoader, snake_order
-from opensora_sp.data.sampler import RankBatches
+from opensora_sp.data import Assigned, MicroBatch, ScheduledBatches, StepLoader
+from opensora_sp.data.sampler import RankBatches, snake_order
 from opensora_sp.data.schedule import Seconds
 from opensora_sp.features.build import Work
 from opensora_sp.features.corrupt_samples import CorruptSamples
@@ -126,6 +126,7 @@ class StepLog:
             seconds=seconds,
             left=self.cfg.max_steps - done,
         )
+
         return {
             "loss": sum(losses) / len(losses) if losses else None,
             "grad_norm": 0.0 if grad_norm is None else float(grad_norm),

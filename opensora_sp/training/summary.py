@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
-from opensora_sp.config import TrainConfig, dump_config
+from opensora_sp.config import TrainConfig, dump_config, unused_settings
 from opensora_sp.config.schedule import describe_schedule
 from opensora_sp.config.sections import Validation
-from opensora_sp.config.unused import unused_settings
 from opensora_sp.data import BatchPlan, Manifest
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.features.build import TrainingSet
@@ -128,12 +127,14 @@ def describe_exchanges(
     latent_size = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
     shape = BatchShape.of(config, cfg.batch_size, latent_size)
     lines: list[str] = []
+
     for degree in group_sizes(mesh.family):
         if degree == 1:
             continue
         # Groups of a fixed degree may span nodes that are larger than the degree.
         spans_nodes = mesh.spans_nodes if degree == mesh.sp_size else degree > mesh.ranks_per_node
         in_group = replace(options, spans_nodes=spans_nodes)
+
         strategy = strategy_for(shape, in_group, degree)
         element_size = module.dtype.itemsize
         chunks = with_chunks(in_group, shape, degree, element_size=element_size).num_chunks

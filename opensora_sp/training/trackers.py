@@ -1,6 +1,8 @@
 """Trackers: TensorBoard and Weights & Biases, behind one interface.
 
-They show what a run's folder has in files: hyperparameters, metrics, videos of validation.
+They show what a run's folder has in files: hyperparameters, metrics, videos of validation. Steps
+are optimizer steps, counted from 1. A run that resumes replaces what an attempt before has tracked
+of the steps that it repeats.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import io
 import os
 import uuid
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -23,25 +25,6 @@ Level = Literal["INFO", "WARN", "ERROR"]
 # Of W&B, unless WANDB_PROJECT names another.
 PROJECT = "opensora_sp"
 INSTEAD = "set {}=False (metrics.jsonl holds the same numbers)"
-
-
-class Tracker(Protocol):
-    """One tracker of one run. Steps are optimizer steps, counted from 1.
-
-    A run that resumes replaces what a former attempt has tracked of the steps that it repeats.
-    """
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Add the numbers of a step, by their names in ``metrics.jsonl``."""
-
-    def video(self, step: int, name: str, file: Path, fps: float) -> None:
-        """Add a video (mp4 or GIF), or an image (PNG)."""
-
-    def alert(self, title: str, text: str, level: Level) -> None:
-        """Report an event of the run to its user."""
-
-    def close(self) -> None:
-        """Write the rest."""
 
 
 def check_trackers(cfg: TrainConfig) -> None:
@@ -79,6 +62,7 @@ class TensorBoardTracker:
             self._add(summary, 0)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Add the numbers of a step, by their names in ``metrics.jsonl``."""
         for name, number in values.items():
             self._writer.add_scalar(name, number, step)
 
@@ -148,6 +132,9 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Tracker: TypeAlias = TensorBoardTracker | WandbTracker
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

@@ -16,7 +16,7 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.config.schedule import learning_rate
 from opensora_sp.data import StepLoader
 from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
-from opensora_sp.features.batch import BatchMaker
+from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.build import (
     TrainingSet,
     Work,
@@ -27,7 +27,6 @@ from opensora_sp.features.build import (
     with_length,
 )
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.draws import DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks
@@ -91,7 +90,7 @@ class Trainer:
 
         # A resumed run keeps the number of its checkpoint, also on other numbers of ranks.
         per_step = micro_batches_of_step(cfg, state, self.mesh.world_size)
-        self.plan = make_plan(cfg, dataset, per_step, num_samples=state.get("num_samples"))
+        self.plan = make_plan(cfg, dataset, per_step)
         self.cfg = with_length(cfg, self.plan)
         self._build_data_path()
         self._build_step()
@@ -247,7 +246,7 @@ class Trainer:
             lora = load_base(cfg, initial_weights(cfg), self.module)
         elif cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
-            weights = fitted(weights, self.module, convert=cfg.convert, of_base=True)
+            weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
             load_model(weights, self.module, shards, self._fixed)
         ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
         self.tensors = TrainingState(self.module, self._fixed, shards, ema, lora)
@@ -307,6 +306,7 @@ class Trainer:
             meter,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
         )
+
         self.validator = Validator(
             cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batches
         )
@@ -316,6 +316,7 @@ class Trainer:
             keep_every=cfg.keep_every,
             in_background=cfg.async_save,
         )
+
         self.log = StepLog(
             cfg,
             meter,

@@ -29,8 +29,7 @@ from opensora_sp.data import VideoTextDataset
 from opensora_sp.evaluation.heldout import HeldoutLoss, none_readable
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
-from opensora_sp.features.degraded import DegradedClips
-from opensora_sp.features.sources import Encoders, Source
+from opensora_sp.features.sources import DegradedClips, Encoders, Source
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import within_nodes
 from opensora_sp.sampling.pipeline import Pipeline
@@ -193,6 +192,7 @@ class Validator:
             # The draws of each validation are the same, so its losses are comparable.
             seeds=[self.cfg.seed],
         )
+
         if not means.clips:
             raise none_readable(
                 "validation.manifest", dataset, dataset.shape, self.loss.corrupt.last

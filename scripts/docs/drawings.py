@@ -10,8 +10,8 @@ from html import escape
 from itertools import chain
 from pathlib import Path
 
-from opensora_sp.data import Assigned, ClipShape, MicroBatch, busy_seconds
-from opensora_sp.data.schedule import schedule
+from opensora_sp.data import Assigned, ClipShape, MicroBatch
+from opensora_sp.data.schedule import busy_seconds, schedule
 from opensora_sp.parallel.layout import balanced_range, balanced_sizes
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, nested_groups
 

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Iterator
 
-from opensora_sp.cli import COMMANDS
+from opensora_sp.cli import COMMANDS, command_module
 
 INTRODUCTION = """\
 # Command line
@@ -23,8 +23,10 @@ examples run in a folder that `opensora-sp init` has written.
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """(command, its parser) of all commands."""
-    for name, module in COMMANDS.items():
-        yield f"opensora-sp {name}", module.parser()
+    for name, command in COMMANDS.items():
+        parser = command_module(name).parser()
+        parser.description = command.help
+        yield f"opensora-sp {name}", parser
 
 
 def page() -> str:
@@ -44,7 +46,7 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
 
     usage = textwrap.dedent(" " * 7 + parser.format_usage().removeprefix("usage: ")).rstrip()
     table = "\n".join(["| argument | meaning |", "| --- | --- |", *rows])
-    example = COMMANDS[name.split()[-1]].EXAMPLE
+    example = COMMANDS[name.split()[-1]].example
     blocks = f"```text\n{usage}\n```\n\nExample:\n\n```bash\n{example}\n```"
     return f"## {name}\n\n{_sentence(parser.description)}\n\n{blocks}\n\n{table}\n"
 

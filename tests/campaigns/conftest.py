@@ -1,4 +1,4 @@
-"""The driver of the campaigns: draws their cases, resumes them, and writes a page of results.
+"""The driver of the campaigns: draws their cases, resumes them, and writes a summary of results.
 
 A campaign is a file here. Its ``pytestmark`` has ``campaign(bar=..., size=...)``, its function
 ``cases(random)`` draws the cases, and its test takes a ``case``. A second test may take a
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--campaign-results",
         type=Path,
-        help="folder of results: run what has not passed there yet, and write the page",
+        help="folder of results: run what has not passed there yet, and write the summary",
     )
 
 
@@ -84,7 +84,7 @@ def trials_of(item: Any) -> int:
 
 
 class Recorder:
-    """Writes each result as soon as it is known, and the page at the end."""
+    """Writes each result as soon as it is known, and the summary at the end."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
@@ -97,7 +97,7 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """All tests have passed already: that is no failure."""
-        results.write_page(self.folder)
+        results.write_summary(self.folder)
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and results.passed(
             self.folder, self.seed
         ):

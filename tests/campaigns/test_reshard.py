@@ -322,7 +322,7 @@ def without_moments() -> Any:
 
 
 def another_seed() -> Any:
-    from opensora_sp.features import draws
+    from opensora_sp.features import batch as draws
 
     normal = draws.normal
     return mock.patch.object(draws, "normal", lambda size, seed, *key: normal(size, seed + 1, *key))

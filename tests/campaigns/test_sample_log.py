@@ -325,8 +325,8 @@ def other_generator(seed: int, *key: Any) -> Any:
 FAULTS: dict[str, Callable[[], Any]] = {
     "a step twice": lambda: resumed_at_another_step(-1),
     "a step omitted": lambda: resumed_at_another_step(1),
-    "noise by rank": lambda: mock.patch("opensora_sp.features.draws.normal", normal_of_the_rank),
-    "other noise": lambda: mock.patch("opensora_sp.features.draws.normal", other_normal),
+    "noise by rank": lambda: mock.patch("opensora_sp.features.batch.normal", normal_of_the_rank),
+    "other noise": lambda: mock.patch("opensora_sp.features.batch.normal", other_normal),
     "other crops": lambda: mock.patch("opensora_sp.data.dataset.generator", other_generator),
 }
 

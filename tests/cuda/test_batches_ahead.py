@@ -27,7 +27,7 @@ from opensora_sp.data import (
     Sample,
     StepLoader,
 )
-from opensora_sp.features.draws import DrawConfig
+from opensora_sp.features.batch import DrawConfig
 
 pytestmark = requires_stub
 
@@ -55,7 +55,7 @@ def loader_of(num_workers: int) -> StepLoader:
         stop=STEPS,
         replica=0,
         num_replicas=1,
-        request_of=lambda one: ReadRequest(one, one.samples, LATENT_SIZE),
+        request_of=lambda one, group: ReadRequest(one, one.samples, LATENT_SIZE),
     )
     rules = DrawConfig(seed=0, channels=3)
     return StepLoader(

@@ -65,21 +65,6 @@ def test_one_caption_fills_the_device_in_backward(frames: int, patches: int, ran
     assert not any("copy" in name for name in recording.in_phase("forward").kernels())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_unequal_captions_take_one_call(dtype: str) -> None:
-    recording = run_on_stub(on_cross_attention, [16384] * 4, [100, 200, 250, 300], dtype)
-
-    forward, backward = (
-        ("flash_fwd", "flash_bwd_dq") if dtype == "bfloat16" else ("fmha_cutlassF", "fmha_cutlassB")
-    )
-    assert (
-        len(attention_blocks(recording, forward)) == len(attention_blocks(recording, backward)) == 1
-    )
-    assert all(blocks >= 132 for blocks in attention_blocks(recording, backward))
-    assert not [copy for copy in recording.copies if copy.blocking]
-    assert not recording.syncs
-
-
 def on_two_depths() -> None:
     """A step in which recomputation asks for the text again."""
     for depth in (1, 3):

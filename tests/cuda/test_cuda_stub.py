@@ -14,98 +14,6 @@ pytestmark = requires_stub
 GIB = 2**30
 
 
-def on_products(dtype_name):
-    dtype = getattr(torch, dtype_name)
-    a = torch.zeros(6, 10, device="cuda", dtype=dtype)
-    b = torch.zeros(10, 4, device="cuda", dtype=dtype)
-
-    phase("mm")
-    a @ b
-    phase("addmm")
-    F.linear(a, b.t(), torch.zeros(4, device="cuda", dtype=dtype))
-    phase("bmm")
-    torch.bmm(a.expand(3, 6, 10).contiguous(), b.expand(3, 10, 4))
-    phase("mv")
-    a @ b[:, 0].contiguous()
-    phase("dot")
-    torch.dot(a[0], a[1])
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_products_of_matrices_and_vectors_by_shape_and_dtype(dtype):
-    recording = run_on_stub(on_products, dtype)
-
-    shapes = {}
-    for gemm in recording.gemms:
-        assert gemm.dtypes == (dtype,) * 3
-        shapes[gemm.phase] = (gemm.m, gemm.n, gemm.k, gemm.batch)
-
-    # cuBLAS is column-major: torch's [6, 10] @ [10, 4] is m=4, n=6, k=10 there.
-    assert shapes["mm"] == shapes["addmm"] == (4, 6, 10, 1)
-    assert shapes["bmm"] == (4, 6, 10, 3)
-    assert sorted(shapes["mv"]) == sorted((6, 1, 10, 1))
-    assert shapes["dot"] == (1, 1, 10, 1)
-
-
-def on_fp8():
-    a, b = (torch.zeros(32, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device="cuda")
-    torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
-
-def test_an_fp8_product():
-    (gemm,) = run_on_stub(on_fp8).gemms
-    assert gemm.call == "cublasLtMatmul"
-    assert gemm.dtypes == ("float8_e4m3", "float8_e4m3", "bfloat16")
-    assert (gemm.m, gemm.n, gemm.k) == (32, 32, 64)
-
-
-def on_precision_settings():
-    a = torch.zeros(8, 8, device="cuda")
-    for allowed in (True, False):
-        phase(str(allowed))
-        torch.backends.cuda.matmul.allow_tf32 = allowed
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
-        a @ a
-        a.bfloat16() @ a.bfloat16()
-
-
-def test_the_precision_settings_of_a_product():
-    settings = {}
-    for gemm in run_on_stub(on_precision_settings).gemms:
-        settings[gemm.dtype, gemm.phase] = (gemm.compute, gemm.reduced_precision)
-
-    assert settings == {
-        ("float32", "True"): ("tf32", False),
-        ("float32", "False"): ("float32", False),
-        ("bfloat16", "True"): ("float32", True),
-        ("bfloat16", "False"): ("float32", False),
-    }
-
-
-def on_convolutions(dims, dtype_name):
-    dtype = getattr(torch, dtype_name)
-    layer = {2: torch.nn.Conv2d, 3: torch.nn.Conv3d}[dims](3, 8, 3, stride=2, padding=1)
-    layer = layer.to("cuda", dtype)
-    x = torch.zeros(2, 3, *[9] * dims, device="cuda", dtype=dtype, requires_grad=True)
-    layer(x).sum().backward()
-
-
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_convolutions_forward_and_backward(dims, dtype):
-    recording = run_on_stub(on_convolutions, dims, dtype)
-    convolutions = recording.convolutions
-    assert [conv.call for conv in convolutions] == ["forward", "backward_data", "backward_filter"]
-    for conv in convolutions:
-        assert conv.dtype == dtype
-        assert conv.x == (2, 3) + (9,) * dims
-        assert conv.weight == (8, 3) + (3,) * dims
-        assert conv.y == (2, 8) + (5,) * dims
-        assert conv.stride == (2,) * dims
-        assert conv.padding == (1,) * dims
-
-
 def on_attention():
     q = torch.empty(4, 16, 1000, 64, device="cuda", dtype=torch.bfloat16)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
@@ -240,35 +148,6 @@ def test_streams_and_events():
     assert "add" in add.name.lower()
 
 
-def on_capture():
-    x = torch.zeros(64, 64, device="cuda")
-    x @ x
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = (x @ x).relu()
-    graph.replay()
-    graph.replay()
-
-    other = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(other):
-            y.sum().item()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-
-
-def test_stream_capture_and_graphs():
-    recording = run_on_stub(on_capture)
-
-    begin, end, *launches = recording.graphs[:4]
-    assert (begin.kind, end.kind) == ("begin", "end")
-    assert [launch.kind for launch in launches] == ["launch", "launch"]
-    captured = [r for r in (*recording.launches, *recording.gemms) if r.graph == begin.id]
-    assert len(captured) == 2
-    assert end.nodes == launches[0].nodes == 2
-    assert "operation not permitted when stream is capturing" in recording.result
-
-
 def on_memory():
     x = torch.zeros(GIB // 4, device="cuda")  # 1 GiB
     phase("step")
@@ -321,23 +200,6 @@ def test_a_call_that_the_stub_does_not_implement_fails_by_name():
         run_on_stub(on_unknown_calls)
 
 
-def on_unknown_driver_call():
-    import ctypes
-
-    driver, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    place = ctypes.byref(function)
-    assert driver.cuGetProcAddress_v2(b"cuMemAddressReserve", place, 12040, 0, None) == 0
-    return ctypes.CFUNCTYPE(ctypes.c_int)(function.value)()
-
-
-def test_an_unknown_driver_call_fails_by_name():
-    with pytest.raises(StubError, match="not implemented by the stub: cuMemAddressReserve"):
-        run_on_stub(on_unknown_driver_call)
-    recording = run_on_stub(on_unknown_driver_call, allow=["cuMemAddressReserve"])
-    assert recording.result == 801
-    assert recording.unknown
-
-
 def on_failures(how):
     if how == "raise":
         raise ValueError("as written in the test")
@@ -356,17 +218,6 @@ def on_failures(how):
 def test_failures_come_back(how, message):
     with pytest.raises(StubError, match=message):
         run_on_stub(on_failures, how, timeout=2)
-
-
-def on_environment():
-    import os
-
-    return os.environ["SOME_SETTING"], torch.cuda.is_initialized()
-
-
-def test_each_call_has_an_environment_and_a_cuda_context_of_its_own():
-    assert run_on_stub(on_environment, env={"SOME_SETTING": "a"}).result == ("a", False)
-    assert run_on_stub(on_environment, env={"SOME_SETTING": "b"}).result == ("b", False)
 
 
 def test_the_library_is_built_once_for_its_sources(tmp_path, monkeypatch):

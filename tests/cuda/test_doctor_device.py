@@ -15,6 +15,7 @@ from planted_kernels import plant
 from ranks import run_ranks
 
 from opensora_sp.cli import main
+from opensora_sp.models.kernels import examples
 from opensora_sp.runtime.doctor.device import CHECKS, Finding, Setup, run, setup_for
 from opensora_sp.runtime.doctor.device import attention as attention_checks
 from opensora_sp.runtime.doctor.device import kernels as kernel_checks
@@ -222,7 +223,7 @@ def test_every_check_runs_on_the_stub() -> None:
     assert set(found.values()) <= {"ok", "FAIL", "skip"}
     # Nothing is computed there, so what passes would pass anything.
     assert not [name for name, verdict in found.items() if ": output" in name and verdict == "ok"]
-    assert {"float32", "bfloat16"} <= {gemm.dtypes[0] for gemm in recording.gemms}
+    assert {"float32", "bfloat16"} <= {gemm.dtype for gemm in recording.gemms}
 
 
 def test_kernels_need_a_gpu() -> None:
@@ -234,6 +235,7 @@ def test_kernels_need_a_gpu() -> None:
 def test_kernels_are_compared_with_their_references(
     fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(examples, "EXAMPLES", dict(examples.EXAMPLES))
     plant(fault)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(kernel_checks, "obstacle", lambda device: None)

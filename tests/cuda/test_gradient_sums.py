@@ -7,7 +7,6 @@ tensor. ``RoundedAdds`` does the same on the CPU, whose own kernels accumulate i
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,16 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_stub import phase, requires_stub, run_on_stub
-from functorch.compile import make_boxed_func
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
-from opensora_sp.models.attention import Backends, choose_backend
 from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.functions import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
@@ -300,47 +294,6 @@ def test_taking_distinct_entries() -> None:
             assert torch.autograd.gradcheck(*inputs) and torch.autograd.gradgradcheck(*inputs)
 
 
-@pytest.mark.slow
-def test_no_compiled_backward_adds_by_index() -> None:
-    """In what inductor would be given: it turns each of these operators into atomics."""
-    torch._dynamo.reset()
-    nodes: list[torch.fx.Node] = []
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=keep,
-        bw_compiler=keep,
-        decompositions=select_decomp_table(),
-    )
-    block = some("STDiT3").temporal_blocks[0]
-    block.attend_text = lambda x, _: x  # attention to packed text is no part of a graph
-    attention = Backends(*[choose_backend("auto", torch.device("cpu"), torch.bfloat16, 12)] * 3)
-    for batch, start, stop in ((2, 0, 8), (3, 2, 10)):
-        grid = PatchGrid(batch, latent_size=(3, 2, 2), patch_size=(1, 1, 1), attention=attention)
-        rows = grid.rows(TEMPORAL).take(start, stop)
-        modulation = torch.randn(batch, 2, 6, 24, dtype=torch.bfloat16, requires_grad=True)
-        given = torch.tensor([[True, False, False]]).repeat(batch, 1)
-        text = Text(torch.zeros(batch, 24), [1] * batch)
-        conditioning = Conditioning(modulation, given, text)
-        x = torch.randn(rows.count, 3, 24, dtype=torch.bfloat16, requires_grad=True)
-        inputs = x, conditioning.temporal(rows)
-        for table in (None, *conditioning.tables([block.scale_shift_table])):
-            compiled = torch.compile(block, backend=backend)
-            compiled(*inputs, table, None).sum().backward()
-        order = torch.randperm(rows.count)
-        torch.compile(take, fullgraph=True, backend=backend)(x, order).square().sum().backward()
-    torch._dynamo.reset()
-
-    names = [str(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
-    assert {"add", "mul", "sum", "index", "index_put"} <= set(names), set(names)
-    for name, node in zip(names, nodes, strict=True):
-        assert name not in ADDING, node.format_node()
-        assert name not in PUTTING or node.args[3:] in ((), (False,)), node.format_node()
-
-
 def backward_on_the_device(name: str) -> None:
     """Each model with frame masks, on two samples."""
     options = dict(input_size=(3, 4, 6)) if name == "STDiT" else {}
@@ -371,43 +324,6 @@ def test_kernels_of_a_backward_add_nothing_by_index(name: str) -> None:
         "atomic",
     )
     assert not [kernel for kernel in kernels if any(part in kernel.lower() for part in wrong)]
-
-
-def compiled_on_the_device() -> list[str]:
-    """The sources of what inductor makes of a block's MLP branch, forward and backward."""
-    block = some("STDiT3").temporal_blocks[0].cuda()
-    sources = []
-    for start, stop in ((0, 8), (2, 8)):
-        grid = PatchGrid(num_samples=2, latent_size=(3, 2, 2), patch_size=(1, 1, 1))
-        rows = grid.rows(TEMPORAL).take(start, stop)
-        modulation = torch.randn(2, 2, 6, 24, dtype=torch.bfloat16).cuda().requires_grad_()
-        given = torch.tensor([[True, False, False]]).repeat(2, 1).cuda()
-        condition = Conditioning(
-            modulation, given, Text(torch.zeros(2, 24).cuda(), [1, 1])
-        ).temporal(rows)
-        x = torch.randn(rows.count, 3, 24, dtype=torch.bfloat16).cuda().requires_grad_()
-
-        order = torch.arange(rows.count).flip(0).cuda()
-
-        def branch(x: Tensor, condition: Any, order: Tensor) -> Tensor:
-            entries = condition.entries(block.scale_shift_table[3:], 3, None)
-            return block.add_mlp(take(x, order), x, *entries)
-
-        def both(*inputs: Any) -> None:
-            torch.compile(branch, fullgraph=True)(*inputs).square().sum().backward()
-
-        sources += run_and_get_code(both, x, condition, order)[1]
-    return sources
-
-
-@requires_stub
-@pytest.mark.slow
-def test_generated_kernels_add_nothing_by_atomics() -> None:
-    sources = run_on_stub(compiled_on_the_device, timeout=300).result
-    assert len(sources) == 4 and all("@triton.jit" in source for source in sources)
-    # Inductor has no atomics for bf16: it calls aten's operators instead, which use them.
-    adding = re.compile(r"tl\.atomic|index_put_\(.*True|index_add|scatter_add")
-    assert not [found for source in sources if (found := adding.findall(source))]
 
 
 def weight_gradients_on_the_device() -> None:

@@ -1,9 +1,8 @@
-"""Attention over short rows under the stub of CUDA: kernels, memory and traffic."""
+"""Attention over short rows under the stub of CUDA: kernels and memory."""
 
 import pytest
-from block_costs import OperatorBytes
 from cuda_cases import cache
-from cuda_stub import requires_stub, run_on_stub
+from cuda_stub import phase, requires_stub, run_on_stub
 
 pytestmark = [requires_stub, pytest.mark.slow]
 
@@ -16,16 +15,14 @@ def activation(rows):
 
 
 def attend(setting, rows):
-    """Forward and backward on the views of a projection; traffic of the operators, by phase."""
+    """Forward and backward on the views of a projection."""
     from opensora_sp.models.kernels import set_kernels
 
     set_kernels(setting)
     # The first call compiles.
-    forward_and_backward(1, OperatorBytes(), "first ")
+    forward_and_backward(1, "first ")
     wait_until_released()
-    counter = OperatorBytes()
-    forward_and_backward(rows, counter, "")
-    return {name: kinds["attention"] / activation(rows) for name, kinds in counter.bytes.items()}
+    forward_and_backward(rows, "")
 
 
 def wait_until_released():
@@ -40,7 +37,7 @@ def wait_until_released():
         time.sleep(0.01)
 
 
-def forward_and_backward(rows, counter, prefix):
+def forward_and_backward(rows, prefix):
     import torch
 
     from opensora_sp.models.attention import attention
@@ -49,12 +46,11 @@ def forward_and_backward(rows, counter, prefix):
     qkv = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
     views = [z.detach().requires_grad_() for z in qkv.unbind(2)]
     grad = torch.zeros(shape[:2] + shape[3:], device="cuda", dtype=torch.bfloat16)
-    with counter:
-        counter.begin(f"{prefix}forward")
-        out = attention(*views)
-        counter.begin(f"{prefix}backward")
-        grads = torch.autograd.grad(out, views, grad)
-        counter.begin("end")
+    phase(f"{prefix}forward")
+    out = attention(*views)
+    phase(f"{prefix}backward")
+    grads = torch.autograd.grad(out, views, grad)
+    phase("end")
     del grads
 
 
@@ -63,7 +59,6 @@ def test_forward_and_backward_are_a_launch_each():
     rows = 9 * 2**13
     recording = run_on_stub(attend, "triton", rows, env=cache())
 
-    assert recording.result == {"forward": 4, "backward": 7}
     for name, results in (("forward", 1), ("backward", 3)):
         part = recording.in_phase(name)
         (launch,) = part.launches
@@ -75,13 +70,11 @@ def test_forward_and_backward_are_a_launch_each():
         assert memory.allocated - memory.before == results * activation(rows)
 
 
-def test_flash_attention_needs_more_of_all():
+def test_flash_attention_needs_more_memory():
     """What the kernel is there for."""
     rows = 2**13
     recording = run_on_stub(attend, "torch", rows, env=cache())
 
-    found = recording.result
-    assert found == pytest.approx({"forward": 4.03, "backward": 8.03}, abs=0.01)
     backward = recording.in_phase("backward")
     assert len(backward.launches) == 3
     # The gradients of queries in float32, rows padded to 128 and heads to 96.

@@ -25,8 +25,7 @@ from opensora_sp.planner import BatchSpec, plan
 from opensora_sp.planner.sampling_memory import EncoderTracer
 from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline
-from opensora_sp.sampling.placement import place_encoders
-from opensora_sp.sampling.process_groups import Groups
+from opensora_sp.sampling.process_groups import Groups, place_encoders
 from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import _sample_all
 

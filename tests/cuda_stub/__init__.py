@@ -8,38 +8,15 @@
 What is exact and what is meaningless under it: `docs/testing_cuda.md`.
 """
 
-from cuda_stub.collectives import Collective, CollectiveError, join
+from cuda_stub.collectives import CollectiveError, join
 from cuda_stub.inside import phase
-from cuda_stub.recording import (
-    Allocation,
-    Convolution,
-    Copy,
-    Event,
-    Gemm,
-    Graph,
-    Launch,
-    Memory,
-    Memset,
-    Recording,
-    Sync,
-)
+from cuda_stub.recording import Recording
 from cuda_stub.runner import StubError, requires_stub, run_on_stub
 
 __all__ = [
-    "Allocation",
-    "Collective",
     "CollectiveError",
-    "Convolution",
-    "Copy",
-    "Event",
-    "StubError",
-    "Gemm",
-    "Graph",
-    "Launch",
-    "Memory",
-    "Memset",
     "Recording",
-    "Sync",
+    "StubError",
     "join",
     "phase",
     "requires_stub",

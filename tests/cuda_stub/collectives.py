@@ -153,15 +153,6 @@ class RecordingGroup(dist.ProcessGroup):
             self._reduce(tensor, opts)
         return work
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Done:
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Done:
-        work = self._begin("reduce", tensors, [])
-        for tensor in tensors:
-            self._reduce(tensor, opts)
-        return work
-
     def _reduce(self, tensor: Tensor, opts: Any) -> None:
         if self.device.type != "cpu":
             if tensor.nbytes <= MAX_ZEROED:
@@ -190,36 +181,7 @@ class RecordingGroup(dist.ProcessGroup):
             self._copy(chunk, own.view(-1))
         return work
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Done:
-        return [self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
-
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Done:
-        received = list(chain.from_iterable(outputs))
-        work = self._begin("gather", inputs, received)
-        for tensor in received:
-            self._copy(tensor, inputs[0])
-        return work
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Done:
-        sent = list(chain.from_iterable(inputs))
-        work = self._begin("scatter", sent, outputs)
-        if sent:
-            self._copy(outputs[0], sent[self.rank()])
-        return work
-
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> Done:
-        work = self._begin("reduce_scatter", list(chain.from_iterable(inputs)), outputs)
-        for output, tensors in zip(outputs, inputs, strict=True):
-            self._copy(output, tensors[self.rank()])
-            self._reduce(output, opts)
-        return work
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Done:
         work = self._begin("reduce_scatter_tensor", [whole], [output])
@@ -227,15 +189,7 @@ class RecordingGroup(dist.ProcessGroup):
         self._reduce(output, opts)
         return work
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Done:
-        return [
-            self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)
-        ][-1]
-
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def all_to_all_single(
         self, output: Tensor, own: Tensor, receive: list[int], send: list[int], opts: Any = None
@@ -256,11 +210,6 @@ class RecordingGroup(dist.ProcessGroup):
     def _part(self, tensor: Tensor, splits: list[int]) -> Tensor:
         rank, size = self.rank(), self.size()
         return (tensor.split(splits) if splits else tensor.chunk(size))[rank]
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Done:
-        work = self._begin("all_to_all", inputs, outputs)
-        self._copy(outputs[self.rank()], inputs[self.rank()])
-        return work
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Done:
         return self._begin("send", tensors, [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """What every record has. `graph` is not 0 for what a stream capture caught."""
+    """What every record has."""
 
     phase: str
-    thread: int
     stream: int
-    graph: int
 
 
 @dataclass(frozen=True)
@@ -31,36 +28,12 @@ class Launch(Record):
 
 @dataclass(frozen=True)
 class Gemm(Record):
-    """A product of cuBLAS, in its column-major terms: m and n are swapped against torch's."""
+    """A product of cuBLAS."""
 
     call: str
-    dtypes: tuple[str, str, str]  # of A, B and the result
-    compute: str  # "float32", "tf32", ...
-    m: int
-    n: int
-    k: int
-    batch: int
-    trans: str  # of A and B, such as "TN"
-    reduced_precision: bool  # partial sums over k may be added in the result's 16 bits
+    dtype: str  # of the operands
+    reduced_precision: bool  # partial sums may be added in the result's 16 bits
     epilogue: int  # cublasLtEpilogue_t; 1 is none
-    workspace: int
-
-    @property
-    def dtype(self) -> str:
-        return self.dtypes[0]
-
-
-@dataclass(frozen=True)
-class Convolution(Record):
-    call: str  # forward, backward_data, backward_filter
-    dtype: str
-    compute: str
-    x: tuple[int, ...]
-    weight: tuple[int, ...]
-    y: tuple[int, ...]
-    padding: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,13 +68,6 @@ class Event(Record):
 
 
 @dataclass(frozen=True)
-class Graph(Record):
-    kind: str  # begin, end (of a capture), launch
-    id: int
-    nodes: int
-
-
-@dataclass(frozen=True)
 class Allocation(Record):
     kind: str  # malloc, free, oom, pinned
     bytes: int
@@ -125,13 +91,11 @@ class Recording:
     launches: list[Launch] = field(default_factory=list)
     refused: list[Launch] = field(default_factory=list)  # outside of the device's limits
     gemms: list[Gemm] = field(default_factory=list)
-    convolutions: list[Convolution] = field(default_factory=list)
-    dnn_operations: list[str] = field(default_factory=list)  # other operations of cuDNN's graphs
+    dnn_plans: list[Record] = field(default_factory=list)  # of cuDNN: convolutions
     copies: list[Copy] = field(default_factory=list)
     memsets: list[Memset] = field(default_factory=list)
     syncs: list[Sync] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    graphs: list[Graph] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)  # one for each phase, in order
     collectives: list[Any] = field(default_factory=list)  # `Collective`s, after `join`
@@ -141,7 +105,7 @@ class Recording:
     @property
     def streams(self) -> set[int]:
         """Streams that work was put on; 0 is the default stream."""
-        work = (*self.launches, *self.gemms, *self.convolutions, *self.copies)
+        work = (*self.launches, *self.gemms, *self.dnn_plans, *self.copies)
         return {record.stream for record in work}
 
     def peak(self, phase: str) -> Memory:
@@ -172,8 +136,8 @@ def read(file: Path) -> Recording:
     recording = Recording()
     # A process that crashed may have left half a line at the end.
     for line in file.read_text(errors="replace").split("\n")[:-1]:
-        kind, phase, thread, stream, graph, *columns = line.split("\t")
-        common = (phase, int(thread), int(stream), int(graph))
+        kind, phase, stream, *columns = line.split("\t")
+        common = (phase, int(stream))
         _READERS.get(kind, _ignore)(recording, common, columns)
     return recording
 
@@ -192,24 +156,12 @@ def _launch_of(common: tuple[Any, ...], columns: list[str]) -> Launch:
 
 
 def _gemm(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    call, a, b, c, compute = columns[:5]
-    shape = map(int, columns[5:9])
-    trans, reduced, epilogue, workspace = columns[9:]
-    options = (bool(int(reduced)), int(epilogue), int(workspace))
-    recording.gemms.append(Gemm(*common, call, (a, b, c), compute, *shape, trans, *options))
-
-
-def _conv(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    shapes = [_integers(column.split(",")) for column in columns[3:]]
-    recording.convolutions.append(Convolution(*common, *columns[:3], *shapes))
-
-
-def _integers(texts: Iterable[str]) -> tuple[int, ...]:
-    return tuple(int(text) for text in texts if text)
+    call, dtype, reduced, epilogue = columns
+    recording.gemms.append(Gemm(*common, call, dtype, reduced == "1", int(epilogue)))
 
 
 def _dnn(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.dnn_operations.append(columns[0])
+    recording.dnn_plans.append(Record(*common))
 
 
 def _copy(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
@@ -227,10 +179,6 @@ def _sync(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> 
 
 def _event(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
     recording.events.append(Event(*common, columns[0], int(columns[1])))
-
-
-def _graph(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.graphs.append(Graph(*common, columns[0], int(columns[1]), int(columns[2])))
 
 
 def _allocation(kind: str) -> Any:
@@ -253,13 +201,11 @@ _READERS: dict[str, Any] = {
     "launch": _launch,
     "refused": _refused,
     "gemm": _gemm,
-    "conv": _conv,
     "dnn": _dnn,
     "copy": _copy,
     "memset": _memset,
     "sync": _sync,
     "event": _event,
-    "graph": _graph,
     "unknown": _unknown,
     **{kind: _allocation(kind) for kind in ("malloc", "free", "oom", "pinned")},
 }

@@ -178,7 +178,7 @@ def refuse_others(derived: type[STDiT3], path: Path, cfg: TrainConfig) -> None:
 
     # The boosted model of a run keeps what it has initialized.
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    weights = fitted(open_weights(path), model, of_base=True)
+    weights = fitted(open_weights(path), model, allow_base=True)
     (note,) = weights.notes
     assert note.startswith("those of STDiT3; initialized anew: ")
     load_model(weights, model, None)

@@ -21,8 +21,7 @@ from runs import BIN, ROOT, TRAIN, losses, run_forked
 from opensora_sp.cli import main
 from opensora_sp.config import load_either, load_inference_config, load_train_config
 from opensora_sp.data import CachedFeatures, ClipShape, CorruptSample, Sample
-from opensora_sp.data.cache_files import Shard
-from opensora_sp.data.file_state import FileState
+from opensora_sp.data.cache_files import FileState, Shard
 from opensora_sp.data.video import read_video
 from opensora_sp.encoders import PatchPoolVAE
 from opensora_sp.features.build import make_dataset

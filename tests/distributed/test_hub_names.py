@@ -27,7 +27,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
 from opensora_sp.checkpoint.hub import HubName
-from opensora_sp.checkpoint.model_card import CARD, model_card, saved_license
+from opensora_sp.checkpoint.pretrained import CARD, model_card, saved_license
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.encoders.convert import fetched

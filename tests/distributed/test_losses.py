@@ -35,7 +35,7 @@ PROCESSES = [
     IDDPM(),
     IDDPM(use_kl=True, table_dtype="float32"),
     IDDPM(learn_sigma=False),
-    IDDPM(rescale_learned_sigmas=True, predict_xstart=True, timestep_respacing="100"),
+    IDDPM(predict_xstart=True, timestep_respacing="100"),
     IDDPM(learn_sigma=False, sigma_small=True, use_kl=True, noise_schedule="squaredcos_cap_v2"),
 ]
 # Sizes that the patch does not divide, rows that the ranks do not divide, ranks without rows.

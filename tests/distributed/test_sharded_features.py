@@ -41,10 +41,9 @@ from opensora_sp.encoders import (
 from opensora_sp.encoders.open_sora_vae_v13 import build_network
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.degraded import DegradedClips
 from opensora_sp.features.exchange import distribute_pieces
 from opensora_sp.features.sharded import ShardedEncoder
-from opensora_sp.features.sources import Encoders
+from opensora_sp.features.sources import DegradedClips, Encoders
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.layout import plan_delivery

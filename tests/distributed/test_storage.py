@@ -30,10 +30,9 @@ from opensora_sp.checkpoint import (
     checkpoint_name,
     committed_checkpoints,
     newest_checkpoint,
-    set_aside,
     verify,
 )
-from opensora_sp.checkpoint.folder import _commit_text, to_json
+from opensora_sp.checkpoint.folder import _commit_text, set_aside, to_json
 from opensora_sp.planner.live_peak import LivePeak
 
 

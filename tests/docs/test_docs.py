@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from opensora_sp import sampling
 from opensora_sp.checkpoint import write_model_config
-from opensora_sp.cli import COMMANDS
+from opensora_sp.cli import command_module
 from opensora_sp.config import load_either, load_inference_config, load_train_config
 from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
@@ -125,13 +125,13 @@ def check(words: list[str]) -> None:
     assert all((ROOT / script).is_file() for script in ours), words
 
     if "scripts/train.py" in words:
-        args = COMMANDS["train"].parser().parse_args(after(words, "scripts/train.py"))
+        args = command_module("train").parser().parse_args(after(words, "scripts/train.py"))
         load_train_config(args.config, args.cfg_options)
     elif "scripts/inference.py" in words:
         sampling.parse(after(words, "scripts/inference.py"))
     elif words[0] == "opensora-sp" or "opensora_sp.cli" in words:
         name = words[words.index("opensora_sp.cli") + 1] if words[0] != "opensora-sp" else words[1]
-        args = COMMANDS[name].parser().parse_args(after(words, name))
+        args = command_module(name).parser().parse_args(after(words, name))
         if getattr(args, "config", None) is not None:
             load_either(args.config, getattr(args, "cfg_options", []))
     elif words[0] == "make":
@@ -172,7 +172,7 @@ def test_runs_of_runnable_blocks_would_start(
     (tmp_path / "outputs" / "short" / "model.safetensors").unlink()
     for words in trainings:
         monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
-        args = COMMANDS["train"].parser().parse_args(after(words, "scripts/train.py"))
+        args = command_module("train").parser().parse_args(after(words, "scripts/train.py"))
         preflight_training(load_train_config(args.config, args.cfg_options), None)
 
 

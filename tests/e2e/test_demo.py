@@ -26,9 +26,9 @@ from runs import ROOT, run
 from toy_judge import Seen, judge
 
 from opensora_sp.config import load_inference_config
-from opensora_sp.data import Manifest, is_held_out, scale, to_frames, toy_clip
+from opensora_sp.data import Manifest, scale, to_frames, toy_clip
 from opensora_sp.data.randomness import normal
-from opensora_sp.data.toy import COLOURS, toy_captions
+from opensora_sp.data.toy import COLOURS, is_held_out, toy_captions
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.encoders import PatchDCTVAE
 

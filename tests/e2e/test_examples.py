@@ -21,7 +21,7 @@ LAUNCHER = ["torchrun", "--nproc_per_node", "2", "-m", "opensora_sp.cli"]
 
 def run_example(name: str, folder: Path) -> str:
     """Run the example of a command in a folder; returns what it prints."""
-    words = shlex.split(COMMANDS[name].EXAMPLE)
+    words = shlex.split(COMMANDS[name].example)
     is_launched = words[0] == "torchrun"
     prefix = LAUNCHER if is_launched else ["opensora-sp"]
     assert words[: len(prefix)] == prefix and words[len(prefix)] == name

@@ -76,10 +76,11 @@ def cache() -> dict[str, str]:
     }
 
 
-def step(model, inputs, name):
+def step(model: Any, inputs: dict[str, Any], name: str, **options: Any) -> None:
+    """Forward and backward in phases of these names, after ``name``."""
     phase(f"{name}forward")
-    out = model(**inputs)
-    loss = out.square().mean()
+    out = model(**inputs, **options)
+    loss = getattr(out, "tensor", out).float().square().mean()
     phase(f"{name}backward")
     loss.backward()
     del out, loss
@@ -87,12 +88,8 @@ def step(model, inputs, name):
     phase(f"{name}end")
 
 
-def on_model(case, checkpoint):
+def on_model(case: str, checkpoint: bool) -> None:
     model = build(case, checkpoint=checkpoint)
     inputs = batch(case, model)
     step(model, inputs, "warm-up ")
     step(model, inputs, "")
-
-
-def launched(recording):
-    return len(recording.launches) + len(recording.gemms)

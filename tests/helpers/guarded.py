@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opensora_sp.checkpoint.pickle_file import CHILD
-
 ROOT = Path(__file__).parents[2]
 MEMORY, SECONDS = 256 << 20, 30.0
 # More than the budget, so that what exceeds it is measured rather than refused by the kernel.
@@ -174,8 +172,7 @@ def _watch_events(folder: Path, forbidden: list[str]) -> None:
             if isinstance(path, (str, bytes)) and path:
                 _note_open(os.path.realpath(os.fsdecode(path)), flags or 0)
         elif event == "subprocess.Popen":
-            if CHILD not in arguments[1]:
-                forbidden.append(f"started {arguments[1]}")
+            forbidden.append(f"started {arguments[1]}")
         elif event == "exec":
             name = getattr(arguments[0], "co_filename", "")
             if name.startswith("/") and not name.startswith(OWN):

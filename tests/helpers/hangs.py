@@ -110,7 +110,8 @@ class Hang:
             absent = f"expected all, but rank {self.rank} did not join"
             return re.compile(absent if self.rank else "got no response from rank 0 ")
         if self.place == "connecting":
-            return re.compile(f"expected all, but rank {self.rank} did not join")
+            absent = f"expected all, but rank {self.rank} did not join"
+            return re.compile(absent if self.rank else f"{absent}|got no response from the store")
         late = rf"got no process group of \d ranks within \S+ s: .*rank {self.rank} at {at}"
         if self.place == "the process group" and not self.is_silent:
             return re.compile(f"{stops}{late}")

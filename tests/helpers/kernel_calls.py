@@ -79,18 +79,23 @@ class _Seen(torch.autograd.Function):
 def watched(calls: set[Call], name: str, *args: Any, **options: Any) -> Any:
     """Call a function of a reference, and record the call and, in backward, the gradients."""
     module, function = name.split(".")
-    reference = getattr(import_module(f"opensora_sp.models.kernels.reference.{module}"), function)
-    given = inspect.signature(reference).bind(*args, **options)
-    given.apply_defaults()
-    calls.add(_form(function, given.arguments))
+    reference = getattr(import_module(f"opensora_sp.models.kernels.{module}"), function)
+    bound = inspect.signature(reference).bind(*args, **options)
+    bound.apply_defaults()
+    calls.add(_form(function, bound.arguments))
 
     def show(grads: tuple[Tensor, ...]) -> None:
         calls.add(_form(function, {f"of {i}": grad for i, grad in enumerate(grads)}))
 
-    outputs = reference(*args, **options)
+    with mock.patch.object(import_module(reference.__module__), "chosen", _none):
+        outputs = reference(*args, **options)
     if not isinstance(outputs, tuple):
         return _Seen.apply(show, outputs)[0]
     return _Seen.apply(show, *outputs)
+
+
+def _none(name: str, like: Tensor) -> bool:
+    return False
 
 
 @contextmanager
@@ -102,14 +107,14 @@ def recorded_calls() -> Iterator[Calls]:
         return like.dtype != torch.float64
 
     with ExitStack() as stack:
-        for module in (attention, hook_points, kernels, layers):
+        modules = {name: import_module(f"{kernels.__name__}.{name}") for name in kernel_names()}
+        for module in (attention, hook_points, layers, *modules.values()):
             stack.enter_context(mock.patch.object(module, "chosen", chosen))
-        for name in kernel_names():
-            reference = import_module(f"opensora_sp.models.kernels.reference.{name}")
+        for name, module in modules.items():
             functions = {
                 function: partial(watched, calls[name], f"{name}.{function}")
-                for function in vars(reference)
-                if inspect.isfunction(getattr(reference, function))
+                for function in vars(module)
+                if inspect.isfunction(getattr(module, function))
             }
             fake = SimpleNamespace(**functions)
             stack.enter_context(mock.patch.object(triton, name, fake, create=True))

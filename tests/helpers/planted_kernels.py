@@ -9,9 +9,9 @@ from types import ModuleType
 
 import torch
 
+from opensora_sp.models.kernels import examples
 from opensora_sp.models.kernels.examples import Example, Sizes, normal
 
-FOLDERS = ("reference", "triton")
 PACKAGE = "opensora_sp.models.kernels"
 SIZES = Sizes(width=72, heads=1, hidden=144)
 
@@ -20,7 +20,7 @@ def multiply(x, factor):
     return factor * x
 
 
-def examples(sizes):
+def planted_examples(sizes):
     arguments = dict(x=normal(3, sizes.width), factor=normal(sizes.width, seed=1))
     yield Example("multiply", arguments, gradients=("x", "factor"), kept=("factor",))
 
@@ -73,9 +73,9 @@ FAULTS = {
 
 def plant(fault="none"):
     """Make the modules of the kernel, of which the one "by Triton" has a fault."""
-    reference, kernel = (ModuleType(f"{PACKAGE}.{folder}.planted") for folder in FOLDERS)
-    reference.multiply, reference.examples = multiply, examples
-    kernel.multiply = FAULTS[fault]
-    for folder, module in zip(FOLDERS, (reference, kernel), strict=True):
+    for package, function in ((PACKAGE, multiply), (f"{PACKAGE}.triton", FAULTS[fault])):
+        module = ModuleType(f"{package}.planted")
+        module.multiply = function
         sys.modules[module.__name__] = module
-        import_module(f"{PACKAGE}.{folder}").planted = module
+        import_module(package).planted = module
+    examples.EXAMPLES["planted"] = planted_examples

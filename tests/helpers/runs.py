@@ -120,8 +120,7 @@ def features_of(source: Any, clips: list[Any]) -> Any:
 def batch_of(cfg: Any, model_config: Any, features: Any, number: int, ids: Any) -> Any:
     """The batch of clips' features, with what training draws for them as micro-batch ``number``."""
     from opensora_sp.data import MicroBatch
-    from opensora_sp.features.batch import BatchMaker
-    from opensora_sp.features.draws import DrawConfig
+    from opensora_sp.features.batch import BatchMaker, DrawConfig
 
     *size, _ = features.positions.shape[1:]
     micro_batch = MicroBatch(number, 0, features.shape, tuple(ids), 1.0)

@@ -13,13 +13,14 @@ from random_weights import draw_weights
 from safetensors.torch import save_file
 from torch import nn
 
-from opensora_sp.checkpoint import Stored, Weights, check_adapters, merged, open_adapters
+from opensora_sp.checkpoint import Stored, Weights, check_adapters, open_adapters
 from opensora_sp.checkpoint.adapters import (
     Adapters,
     Base,
     adapter_files,
     base_digest,
     find_adapters,
+    merged,
     name_on_disk,
     parse_source,
 )
@@ -232,7 +233,7 @@ def test_folders_that_hold_no_plain_adapters_are_refused(tmp_path: Path) -> None
         ({"r": 0}, "r = 0"),
         ({"lora_alpha": "x"}, "lora_alpha = 'x'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
-        ({"r": RANK + 1}, rf"beside adapters of rank \[{RANK}\]"),
+        ({"r": RANK + 1}, rf"for adapters of rank \[{RANK}\]"),
     ):
         (folder / "adapter_config.json").write_text(json.dumps(config | changed))
         refused(message)

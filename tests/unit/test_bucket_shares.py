@@ -38,12 +38,7 @@ def scheduled(family: tuple[RankGroup, ...]) -> ScheduledBatches:
     def seconds(one: MicroBatch, group: RankGroup) -> float:
         return one.cost / group.size
 
-    def request_of(assigned: Any) -> Any:
-        raise AssertionError("nothing is read")
-
-    return ScheduledBatches(
-        PLAN, start=0, stop=1, rank=0, family=family, seconds=seconds, request_of=request_of
-    )
+    return ScheduledBatches(PLAN, start=0, stop=1, rank=0, family=family, seconds=seconds)
 
 
 def test_numbers_of_a_scheduled_step() -> None:

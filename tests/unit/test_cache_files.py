@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import tracemalloc
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_values import GOLDEN
 from safetensors import safe_open
 
 from opensora_sp.data import (
@@ -35,15 +33,14 @@ from opensora_sp.data.cache_files import (
     DamagedRecordError,
     Shard,
     ShardContent,
+    check_seal,
     file_checksum,
     index_of,
-    is_sealed,
     sealed,
 )
 
 SHAPE, SIZE = ClipShape(4, 32, 24), (3, 4, 3)
 CLIPS, SHARDS = 4, 2
-OLD = GOLDEN / "old_feature_cache"
 
 
 @pytest.fixture
@@ -74,7 +71,10 @@ def cache(tmp_path: Path) -> Path:
 def test_a_seal_is_the_checksum_of_sorted_json(content: dict[str, object]) -> None:
     seal = sealed(content)[CHECKSUM]
     assert seal == zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    assert is_sealed(json.loads(json.dumps(sealed(content))))
+    check_seal(json.loads(json.dumps(sealed(content))))
+    for other in (content, sealed(content) | {"b": 2}):
+        with pytest.raises(ValueError, match="its checksum differs"):
+            check_seal(other)
 
 
 def test_a_checksum_is_made_of_parts_of_a_file(tmp_path: Path) -> None:
@@ -221,20 +221,3 @@ def test_a_record_of_another_shape_than_the_index_states_is_refused(cache: Path)
     edit_index(cache, latents=index["latents"])
     with pytest.raises(DamagedRecordError, match=r"its shape is \(2, 3, 4, 3\)"):
         CachedFeatures(str(cache))[Sample(0, 0, SHAPE)]
-
-
-def test_a_cache_of_a_former_version_loads_with_one_warning(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        old = CachedFeatures(str(OLD))
-        for clip in range(len(old)):
-            old[Sample(clip, 0, ClipShape(5, 28, 24))]
-    assert len(caplog.messages) == 1
-    assert "1 of the 1 shards of the feature cache" in caplog.text
-    assert "path" not in old.fingerprint and old.fingerprint["text"].startswith("9 of 9 cells")
-
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        content_of(cache)
-    assert not caplog.messages

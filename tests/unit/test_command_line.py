@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import opensora_sp
-from opensora_sp.cli import COMMANDS, main
+from opensora_sp.cli import COMMANDS, command_module, main
 from opensora_sp.cli.plan_fit import check_out
 from opensora_sp.common.files import SHIPPED, or_shipped
 from opensora_sp.config import load_train_config
@@ -42,7 +42,7 @@ def test_the_help_of_a_command_ends_with_an_example_that_parses(
 ) -> None:
     """``tests/e2e/test_examples.py`` runs them."""
     monkeypatch.setattr("opensora_sp.cli.exit_on_interrupt", lambda: None)
-    example = COMMANDS[name].EXAMPLE
+    example = COMMANDS[name].example
     assert printed_help(capsys, name).endswith(f"example:\n  {example}\n")
 
     words = shlex.split(example)
@@ -51,7 +51,7 @@ def test_the_help_of_a_command_ends_with_an_example_that_parses(
         ["opensora-sp"],
         ["torchrun", "--nproc_per_node", "2", "-m", "opensora_sp.cli"],
     )
-    COMMANDS[name].parser().parse_args(arguments[1:])
+    command_module(name).parser().parse_args(arguments[1:])
 
 
 def test_a_project_of_each_shipped_config_would_start(

@@ -54,7 +54,7 @@ def test_all_configs_are_found() -> None:
         ),
         (
             ["optimizer.learning_rate=1"],
-            "unknown key 'optimizer.learning_rate'.*known keys are type, lr",
+            "unknown key 'optimizer.learning_rate'; expected one of .'type', 'lr'.*'eps'",
         ),
         (["dataset.manifst='a'"], "did you mean 'manifest'"),
         (["model.hiden_size=4"], "did you mean 'hidden_size'"),

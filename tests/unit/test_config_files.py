@@ -349,7 +349,7 @@ def test_options_broken_by_a_launcher_are_recognised(base: Path, options: list[s
 
 
 def test_texts_broken_on_the_command_line_are_explained(capsys: pytest.CaptureFixture) -> None:
-    parser = config_arguments("")
+    parser = config_arguments()
     parser.add_argument("--prompt")
     assert parser.parse_args(
         ["run.py", "--cfg-options", "a=1", "--cfg-options", "b=2"]
@@ -366,7 +366,7 @@ def test_wandb_false_is_false(
     base: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], value: bool
 ) -> None:
     seen = []
-    monkeypatch.setattr("opensora_sp.training.run.train", lambda cfg, **options: seen.append(cfg))
+    monkeypatch.setattr("opensora_sp.cli.train.train", lambda cfg, **options: seen.append(cfg))
     monkeypatch.setattr(sys, "argv", ["train.py", "base.py", "--wandb", *words])
     runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
     assert [cfg.wandb for cfg in seen] == [value]

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from opensora_sp.data import Clip, ClipShape, scale
-from opensora_sp.data.degradation import Degradation
 from opensora_sp.data.randomness import generator
+from opensora_sp.data.transforms import Degradation
 from opensora_sp.diffusion import Noised, RectifiedFlow
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
-from opensora_sp.features.degraded import DegradedClips
-from opensora_sp.features.sources import Encoders
+from opensora_sp.features.sources import DegradedClips, Encoders
 from opensora_sp.training.validation import encoders_of_validation
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from opensora_sp.data import (
     StepLoader,
 )
 from opensora_sp.data.randomness import normal, uniform
-from opensora_sp.features import draws as module
-from opensora_sp.features.draws import DrawConfig, Draws
+from opensora_sp.features import batch as module
+from opensora_sp.features.batch import DrawConfig, Draws
 
 SHAPE, LATENT_SIZE = ClipShape(7, 28, 20), (7, 7, 5)
 MODEL = SimpleNamespace(class_dropout_prob=0.4, drop_path=0.3, depth=3, patch_size=(2, 2, 2))
@@ -97,7 +97,7 @@ def test_workers_draw_and_the_main_process_does_not(
             stop=2,
             replica=replica,
             num_replicas=2,
-            request_of=lambda one: ReadRequest(one, one.samples, LATENT_SIZE),
+            request_of=lambda one, group: ReadRequest(one, one.samples, LATENT_SIZE),
         )
         loader = StepLoader(
             Nothing(), batches, num_workers=num_workers, seed=0, draw=RULES.draw_micro_batch

@@ -20,12 +20,12 @@ from opensora_sp.diffusion import (
     Geometry,
     Noised,
     RectifiedFlow,
-    conditioning_frames,
     draw_condition,
 )
-from opensora_sp.diffusion.image_guidance import Scales, fix_flaws
+from opensora_sp.diffusion.conditioning_frames import conditioning_frames
+from opensora_sp.diffusion.guidance import fix_flaws
 from opensora_sp.diffusion.loss import frame_weights
-from opensora_sp.features.batch import frames_beside_the_input
+from opensora_sp.features.batch import conditioning_inputs
 from opensora_sp.models import STDiT3, STDiT3Config
 from opensora_sp.sampling.conditioning import Prompt, frames_of_kind, prompt_of_loop
 from opensora_sp.sampling.requests import with_scores
@@ -114,9 +114,9 @@ def test_complete_sampling(name: str) -> None:
     close(torch.stack([x for x, _, _ in seen]), one["trace/x"])
     close(torch.stack([t for _, t, _ in seen]), one["trace/t"])
     for step, scale in enumerate(case["text_scale_per_step"]):
-        assert flow.scales.text_at(step) == scale
+        assert flow.text_scale(step) == scale
     for step, of_frames in enumerate(case["image_scale_per_step_and_frame"] or ()):
-        assert flow.scales.image_at(step, len(of_frames)) == pytest.approx(of_frames)
+        assert flow.image_scales(step, len(of_frames)) == pytest.approx(of_frames)
 
 
 @pytest.mark.parametrize("name", names_of("rflow_sample_stdit3"))
@@ -144,13 +144,12 @@ def test_complete_sampling_with_a_model(name: str) -> None:
 def test_oscillation_and_flaw_fix() -> None:
     about, tensors = load("rflow_rules")
     for case in about["oscillation"]:
-        scales = Scales(
-            text=case["guidance_scale"],
-            image=1.0,
-            text_oscillates=True,
+        flow = RectifiedFlow(
+            cfg_scale=case["guidance_scale"],
+            use_oscillation_guidance=True,
             force_num=case["force_num"],
         )
-        assert [scales.text_at(step) for step in range(16)] == case["per_step"]
+        assert [flow.text_scale(step) for step in range(16)] == case["per_step"]
     for name in ("flaw_fix0", "flaw_fix1"):
         one = under(tensors, f"{name}/")
         close(fix_flaws(one["input/guided"], one["input/prompt_prediction"]), one["output"])
@@ -247,7 +246,7 @@ def test_training_without_conditioning_frames_adds_the_biases_of_both_embedders(
     )
     # Of latents that no rank needs, nothing is read.
     latents = torch.full_like(inputs["x"], torch.nan)
-    given = frames_beside_the_input(latents, draws)
+    given = conditioning_inputs(latents, draws)
     assert given["mask_index"] == []
     assert not given["cond"].any() and not given["cond_mask"].any()
 

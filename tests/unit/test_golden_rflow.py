@@ -10,7 +10,7 @@ import torch
 from golden_schedulers import toy_network
 from golden_values import close, close_gradient, load, under
 
-from opensora_sp.diffusion import Geometry, Noised, RectifiedFlow, guided, velocity_loss
+from opensora_sp.diffusion import Geometry, Noised, RectifiedFlow, velocity_loss
 
 pytestmark = pytest.mark.core
 
@@ -33,7 +33,7 @@ def test_complete_sampling() -> None:
             return toy_network(x, t, text, x_mask)  # noqa: B023
 
         out = flow.sample(
-            guided(network, flow.cfg_scale, drop_caption=torch.zeros(2 * len(z), dtype=torch.bool)),
+            flow.guide(network, drop_caption=torch.zeros(2 * len(z), dtype=torch.bool)),
             z,
             geometry=geometry_of(
                 list(case["geometry"].values()) if case["geometry"] else None, len(z)
@@ -188,10 +188,6 @@ def test_training_timesteps() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            dict(sample_method="normal"),
-            "got sample_method 'normal'; expected 'uniform' or 'logit-normal'",
-        ),
         (dict(scale=0.0), "got scale 0.0; expected a positive number"),
     ],
 )

@@ -147,9 +147,8 @@ def test_importing_the_package_costs_nothing() -> None:
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
-    """Pickles are read by one class, in a confined process (test_pickles.py)."""
+    """Pickles are listed by a machine of a few operations, without unpickling (test_pickles.py)."""
     forbidden = "eval exec pickle.load pickle.loads torch.load torch.jit.load np.load yaml.load"
-    unpicklers = []
     for path in files():
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -162,5 +161,4 @@ def test_nothing_unpickles_or_evaluates() -> None:
             # Weights of encoders as well: open_weights maps them.
             assert not called.endswith("load_file"), path
             bases = node.bases if isinstance(node, ast.ClassDef) else []
-            unpicklers += [path for base in bases if "Unpickler" in ast.unparse(base)]
-    assert [path.relative_to(PACKAGE) for path in unpicklers] == [Path("unpickler/archive.py")]
+            assert not any("Unpickler" in ast.unparse(base) for base in bases), path

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import opensora_sp
 from opensora_sp.checkpoint import from_pretrained, open_weights, saved_config
-from opensora_sp.checkpoint.shard_index import ShardIndex
+from opensora_sp.checkpoint.tensor_file import ShardIndex
 from opensora_sp.common.files import MAX_BYTES, MAX_DEPTH, parse_json, read_json
 from opensora_sp.data import Manifest
 from opensora_sp.data.cache_files import Shard, read_index

@@ -20,8 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
 from opensora_sp.models.kernels import verification
-from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names
-from opensora_sp.models.kernels.reference import modulation
+from opensora_sp.models.kernels.examples import (
+    MODULATION,
+    Example,
+    Sizes,
+    examples_of,
+    kernel_names,
+)
 
 SIZES = Sizes(width=48, heads=2, hidden=192)
 COMMON = dict(hidden_size=48, depth=2, num_heads=2, caption_channels=8, model_max_length=6)
@@ -171,4 +176,4 @@ def test_faults_in_these_forms_are_found(fault: str) -> None:
     found = run_interpreted(differing, fault)
     assert any(result.startswith("output") for result in found)
     assert any(result.startswith("gradient") for result in found)
-    assert {result.split()[-1] for result in found} == set(modulation.FUNCTIONS)
+    assert {result.split()[-1] for result in found} == set(MODULATION)

@@ -17,9 +17,9 @@ from planted_kernels import PACKAGE, SIZES, plant
 from opensora_sp import compile_cache
 from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
 from opensora_sp.models import kernels as kernels_package
-from opensora_sp.models.kernels import selection, using_kernels, verification
+from opensora_sp.models.kernels import examples, selection, using_kernels, verification
 from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names
-from opensora_sp.models.kernels.reference.gelu import linear_gelu
+from opensora_sp.models.kernels.gelu import linear_gelu
 from opensora_sp.models.kernels.verification import (
     NO_TRITON,
     OBSTACLES,
@@ -34,6 +34,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
 KERNEL = f"{PACKAGE}.triton.planted"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _planted_kernels(monkeypatch):
+    """Kernels that a test plants are gone after it."""
+    monkeypatch.setattr(examples, "EXAMPLES", dict(examples.EXAMPLES))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,12 +117,12 @@ def test_products_may_be_as_inexact_as_those_of_the_device(by, passes, monkeypat
     """A kernel's function calls torch's products, whose order of additions a device chooses."""
     monkeypatch.setattr(verification, "examples_of", example_of_a_wide_layer)
     device, computed = torch.device("cpu", 0), verification.results
-    monkeypatch.setattr(verification, "_function", lambda folder, *_: (folder, linear_gelu))
+    monkeypatch.setattr(verification, "_function", lambda by, *_: (by, linear_gelu))
 
     def on_device(labelled, example, dtype, place, **options):
-        folder, function = labelled
+        implementation, function = labelled
         with monkeypatch.context() as patched:
-            if place is device and (by == "device" or folder == "triton"):
+            if place is device and (by == "device" or implementation == "triton"):
                 patched.setattr(torch.nn.functional, "linear", Sequential.apply)
             return computed(function, example, dtype, CPU, **options)
 
@@ -167,8 +173,8 @@ def test_a_default_device_changes_nothing():
     plant()
     with torch.device("meta"):
         assert {one.ok for one in verify_kernel("planted", SIZES, torch.bfloat16, CPU)} == {True}
-        examples = [one for name in kernel_names() for one in examples_of(name, SIZES)]
-    tensors = [z for one in examples for z in one.arguments.values() if isinstance(z, torch.Tensor)]
+        calls = [one for name in kernel_names() for one in examples_of(name, SIZES)]
+    tensors = [z for one in calls for z in one.arguments.values() if isinstance(z, torch.Tensor)]
     assert {z.device.type for z in tensors} == {"cpu"}
 
 
@@ -238,8 +244,7 @@ def test_all_kernels_pass_under_the_interpreter(dtype):
 
 def test_every_kernel_has_examples_with_gradients():
     for name in kernel_names():
-        examples = list(examples_of(name, SIZES))
-        assert any(example.gradients for example in examples), name
+        assert any(example.gradients for example in examples_of(name, SIZES)), name
 
 
 @pytest.fixture
@@ -472,7 +477,7 @@ def test_the_source_is_part_of_a_verdict(tmp_path, monkeypatch):
     shutil.copytree(Path(kernels_package.__file__).parent, copied)
     monkeypatch.setattr(kernels_package, "__file__", str(copied / "__init__.py"))
     assert kernels.source_digest() == digest
-    for name in ("__init__.py", "triton/gelu.py", "reference/gelu.py"):
+    for name in ("__init__.py", "triton/gelu.py", "gelu.py"):
         (copied / name).write_text((copied / name).read_text() + "\n")
         before, digest = digest, kernels.source_digest()
         assert digest != before, name

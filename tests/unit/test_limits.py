@@ -31,16 +31,14 @@ from opensora_sp.data import (
     Limits,
     Sample,
     VideoTextDataset,
-    count_frames,
     index_files,
-    read_captions,
     read_frames,
     read_video,
     video,
     write_video,
 )
-from opensora_sp.data.index import check_captions
-from opensora_sp.data.video import probe
+from opensora_sp.data.index import check_captions, read_captions
+from opensora_sp.data.video import count_frames, probe
 from opensora_sp.sampling import parse, prompts, read_prompts
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.sampling.run import preflight

@@ -1,6 +1,5 @@
 """Triton's kernels of the modulation: interpreted, against their reference, and compiled."""
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 from capabilities import CAPABILITIES
 from interpreter import run_interpreted
+from waves import end_of
 
 from opensora_sp.models import kernels
 from opensora_sp.models.conditioning import Conditioning, Text
@@ -81,10 +81,8 @@ FUNCTIONS = {
 }
 
 
-def results_of(
-    module: Any, case: Case, dtype: torch.dtype, compute: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Values and gradients of all functions of a module, by name, for inputs rounded to dtype."""
+def results_of(case: Case, dtype: torch.dtype, compute: torch.dtype) -> dict[str, torch.Tensor]:
+    """Values and gradients of all functions, by name, for inputs rounded to dtype."""
     inputs = case.inputs(dtype)
     results = {}
     for function, names in FUNCTIONS.items():
@@ -92,7 +90,7 @@ def results_of(
         if case.across:
             own["x"] = laid_across(own["x"])
         own = {name: tensor.requires_grad_() for name, tensor in own.items()}
-        outputs = getattr(module, function.split()[0])(**own, part=case.part)
+        outputs = getattr(kernels, function.split()[0])(**own, part=case.part)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         weights = [inputs["branch"].to(compute) * (i + 1) for i in range(len(outputs))]
         if case.across:
@@ -111,16 +109,16 @@ def laid_across(x: torch.Tensor) -> torch.Tensor:
 
 def errors_of(titles: list[str], dtype: torch.dtype) -> dict[str, float]:
     """Of the kernels, from the reference in float64 and relative to the largest number."""
-    from opensora_sp.models.kernels.reference import modulation as reference
     from opensora_sp.models.kernels.triton import modulation
 
     errors = {}
     for title in titles:
-        exact = results_of(reference, CASES[title], dtype, torch.float64)
+        with using_kernels("torch"):
+            exact = results_of(CASES[title], dtype, torch.float64)
         # Shares of some tokens each, so that programs begin and end within entries; few programs.
         shares = dict(SLOTS=3, LARGE_PROGRAMS=2, SMALL_PROGRAMS=3, COLUMNS=256)
         with mock.patch.multiple(modulation, **shares):
-            results = results_of(modulation, CASES[title], dtype, dtype)
+            results = results_of(CASES[title], dtype, dtype)
         for name, ours in results.items():
             wanted = exact[name]
             assert (ours.dtype, ours.shape) == (dtype, wanted.shape), (title, name)
@@ -224,14 +222,6 @@ def largest_difference(wanted: torch.Tensor, ours: torch.Tensor) -> float:
 def test_any_range_of_rows_finds_its_entries(layout: str) -> None:
     for name, difference in run_interpreted(differences_of_local_rows, layout).items():
         assert difference < 1e-5, (name, difference)
-
-
-def end_of(programs: list[int], slots: int) -> int:
-    """When the last of the programs ends, each of which starts in the slot that is free first."""
-    ends = [0] * slots
-    for tokens in programs:
-        heapq.heapreplace(ends, ends[0] + tokens)
-    return max(ends)
 
 
 # Local tokens up to a limit, and how long the last slot may take, by the mean; as measured.

@@ -1,27 +1,26 @@
-"""Pickled weights: read by a process that can do nothing else, and never by torch."""
+"""Pickled weights: listed by a machine of a few operations, and never read by torch."""
 
 from __future__ import annotations
 
 import copyreg
-import errno
-import json
-import os
 import pickle
-import subprocess
-import sys
+import struct
+import time
 import warnings
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 from hostile import RunsWhenUnpickled, check_torchscript_attacks, write_torchscript
 from torch import nn
 
-from opensora_sp.checkpoint import open_weights, pickle_file
+from opensora_sp.checkpoint import archive, open_weights
 from opensora_sp.checkpoint.pickle_file import open_pickle
 
-ROOT = Path(__file__).parents[2]
 LEGACY = {"_use_new_zipfile_serialization": False}
 
 
@@ -57,12 +56,6 @@ def test_tensors_are_those_that_torch_reads(options: dict[str, Any], tmp_path: P
         assert torch.equal(read.double(), wanted.double()), name
 
 
-def hash_bomb() -> bytes:
-    """A short pickle whose key, pairs of pairs, takes 2**60 steps to hash."""
-    doubled = b"".join(b"q%ch%c\x86" % (n, n) for n in range(60))
-    return b"\x80\x02}K\x01" + doubled + b"K\x01s."
-
-
 @pytest.mark.parametrize("options", [{}, LEGACY], ids=["zip", "before torch 1.6"])
 def test_a_pickle_runs_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     mark, file = tmp_path / "ran", tmp_path / "pytorch_model.bin"
@@ -84,152 +77,179 @@ def test_a_torchscript_archive_is_not_loaded(tmp_path: Path) -> None:
     check_torchscript_attacks(file, mark)
 
 
-def test_a_reader_that_does_not_end_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.bin").write_bytes(hash_bomb())
-    monkeypatch.setattr(pickle_file, "MAX_SECONDS", 0.5)
-    with pytest.raises(ValueError, match="a.bin, whose reader ended without an answer"):
+def doubled_tuple(levels: int = 60) -> bytes:
+    """Operations that make a tuple of pairs of pairs, which takes 2**levels steps to hash."""
+    return b"K\x01" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(levels))
+
+
+def long_number(number: int) -> bytes:
+    content = number.to_bytes(40, "little")
+    return b"\x8a" + bytes([len(content)]) + content
+
+
+# What each would take: days to hash, hours of collisions, terabytes of memory, hours of copies.
+BOMBS = {
+    "a key of pairs of pairs": b"\x80\x02}" + doubled_tuple() + b"K\x01s.",
+    "a set of pairs of pairs": b"\x80\x02cbuiltins\nset\n]" + doubled_tuple() + b"a\x85R.",
+    "keys of the same hash": b"\x80\x02}("
+    + b"".join(long_number(n * (2**61 - 1)) + b"N" for n in range(100_000))
+    + b"u.",
+    "operations": b"\x80\x02" + b"N" * 3_000_000 + b".",
+    "bytes": b"\x80\x02X" + struct.pack("<I", 20 << 20) + b"a" * (20 << 20) + b".",
+    "a text longer than the file": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"abc.",
+    "nested lists": b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
+    "marks": b"(" * 1_000_000 + b"t.",
+    "many arguments": b"\x80\x02]q\x00("
+    + b"N" * 500_000
+    + b"tq\x01"
+    + b"ctorch\nSize\nh\x01R" * 100_000
+    + b"N.",
+    "references of many parts": b"\x80\x02("
+    + b"N" * 500_000
+    + b"tq\x01"
+    + b"h\x01Q" * 100_000
+    + b".",
+    "tensors of tensors": b"\x80\x02N"
+    + b"ctorch._tensor\n_rebuild_from_type_v2\nq\x00N"
+    + b"h\x00Nh\x00N)\x87q\x01" * 10
+    + b"h\x01R.",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("form", ["zip", "before torch 1.6"])
+def test_a_small_file_takes_little_time_and_memory(name: str, form: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    if form == "zip":
+        with zipfile.ZipFile(file, "w") as opened:
+            opened.writestr("a/data.pkl", BOMBS[name])
+    else:
+        file.write_bytes(BOMBS[name])
+
+    started = time.process_time()
+    with pytest.raises(ValueError, match="got .*a.bin, which .*; expected ") as error:
+        open_weights(file, allow_pickle=True)
+    assert time.process_time() - started < 10
+    assert len(str(error.value)) < 700
+
+
+def test_an_archive_has_no_bombs(tmp_path: Path) -> None:
+    """Neither compressed members, nor a directory of any length."""
+    file, state = tmp_path / "a.bin", pickle.dumps({"a": 1}, protocol=2)
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(file, "w", method) as opened:
+            opened.writestr("a/data.pkl", state + bytes(1 << 20))
+        with pytest.raises(
+            ValueError, match="a.bin, which cannot be read .*data.pkl is compressed"
+        ):
+            open_weights(file, allow_pickle=True)
+
+    directory_size, zeros = 1 << 40, bytes(4)
+    with file.open("wb") as opened:
+        opened.write(b"PK\x03\x04")
+        opened.truncate(directory_size)
+        opened.seek(0, 2)
+        end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, directory_size - 4, 4)
+        locator = struct.pack("<4sLQL", b"PK\6\7", 0, directory_size, 1)
+        opened.write(end + locator + b"PK\5\6" + zeros + b"\xff" * 12 + b"\0\0")
+    with pytest.raises(ValueError, match="lists more than any model has: over 16 MiB"):
+        open_weights(file, allow_pickle=True)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_wrappers_that_hold_each_other_end_at_once(length: int, tmp_path: Path) -> None:
+    wrappers: list[dict[str, Any]] = [{} for _ in range(length)]
+    for number, wrapper in enumerate(wrappers):
+        wrapper["model"] = wrappers[(number + 1) % length]
+    torch.save(wrappers[0], tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="which holds dict under 'model'; expected a state dict"):
         open_weights(tmp_path / "a.bin", allow_pickle=True)
 
 
-ATTEMPTS = """
-import ctypes, json, os, resource, signal, socket, subprocess, sys
-sys.path.append(sys.argv[1])
-from opensora_sp.unpickler.confinement import confine
+@dataclass(frozen=True)
+class Bytes:
+    """A storage that a file claims to have; ``kind`` is the class of torch."""
 
-mark = sys.argv[2]
-attempts = dict(
-    read=lambda: os.open("/etc/passwd", os.O_RDONLY),
-    create=lambda: os.open(mark, os.O_CREAT | os.O_WRONLY),
-    folder=lambda: os.mkdir(mark),
-    link=lambda: os.symlink("/", mark),
-    rename=lambda: os.rename("/etc/passwd", mark),
-    delete=lambda: os.unlink("/etc/passwd"),
-    truncate=lambda: os.truncate("/etc/passwd", 0),
-    mode=lambda: os.chmod("/etc/passwd", 0o777),
-    socket=lambda: socket.socket(socket.AF_INET),
-    local_socket=lambda: socket.socket(socket.AF_UNIX),
-    fork=lambda: os.fork(),
-    program=lambda: os.execv("/bin/true", ["true"]),
-    signal=lambda: os.kill(os.getppid(), signal.SIGTERM),
-    limits=lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)),
-    descriptor=lambda: os.dup(0),
-    pipe=lambda: os.pipe(),
-    memory_file=lambda: os.memfd_create("a"),
-)
-confine(memory=1 << 30, seconds=1)
-found = {}
-for name, attempt in attempts.items():
-    try:
-        attempt()
-        found[name] = "done"
-    except OSError as error:
-        found[name] = error.errno
-    except ValueError:
-        found[name] = "refused"
-# A call that is harmless, and not needed.
-found["other"] = ctypes.CDLL(None).getpid()
-try:
-    bytearray(2 << 30)
-    found["memory"] = "done"
-except MemoryError:
-    found["memory"] = "MemoryError"
-sys.stdout.write(json.dumps(found))
-sys.stdout.flush()
-while True:
-    pass
-"""
+    num_items: Any = 2
+    key: Any = "0"
+    kind: Any = torch.FloatStorage
 
 
-def test_a_confined_process_can_do_nothing(tmp_path: Path) -> None:
-    """Code that an attacker runs there, if the unpickler itself had a hole."""
-    command = [sys.executable, "-c", ATTEMPTS, str(ROOT), str(tmp_path / "mark")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    found = json.loads(done.stdout)
+@dataclass(frozen=True)
+class Claim:
+    """A tensor that a file claims to have."""
 
-    assert found.pop("memory") == "MemoryError", done.stderr
-    assert found.pop("limits") in (errno.EPERM, "refused")
-    assert found.pop("other") == -1
-    assert len(found) == 16 and set(found.values()) == {errno.EPERM}, found
-    assert not list(tmp_path.iterdir())
-    # Its second of CPU time is over.
-    assert done.returncode in (-9, -24)
+    offset: Any = 0
+    shape: Any = (2,)
+    stride: Any = (1,)
+    storage: Any = Bytes()
 
-
-INSPECT = """
-import json, os, sys
-found = dict(os.environ), sorted(os.listdir("/proc/self/fd")), os.getcwd(), sys.path
-print(json.dumps({"refused": " ".join(map(str, ["got {file},", *found]))}))
-"""
+    def __reduce__(self) -> tuple[Any, ...]:
+        view = (self.storage, self.offset, self.shape, self.stride, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, view
 
 
-def test_the_process_gets_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No environment, no descriptors, no folder from which it would import."""
-    (tmp_path / "a.bin").write_bytes(b"\x80\x02")
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    inherited = os.open(tmp_path, os.O_RDONLY)
-    os.set_inheritable(inherited, True)
-    monkeypatch.setattr(pickle_file, "CHILD", INSPECT)
-
-    with pytest.raises(ValueError) as error:
-        open_weights(tmp_path / "a.bin", allow_pickle=True)
-    os.close(inherited)
-    environment, _, rest = str(error.value).partition("} ")
-    # LC_CTYPE is Python's own.
-    assert environment.removeprefix(f"got {tmp_path}/a.bin, ") in ("{", "{'LC_CTYPE': 'C.UTF-8'")
-    # Descriptor 3 is that of the listing itself.
-    assert (
-        rest.startswith("['0', '1', '2', '3'] / [")
-        and "site-packages" not in rest
-        and str(ROOT) not in rest
-    )
+class ClaimPickler(pickle.Pickler):
+    def persistent_id(self, claimed: Any) -> Any:
+        if not isinstance(claimed, Bytes):
+            return None
+        return "storage", claimed.kind, claimed.key, "cpu", claimed.num_items
 
 
-def test_a_machine_that_cannot_confine_reads_no_pickle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.save({"a": torch.ones(1)}, tmp_path / "a.bin")
-    other = "import platform; platform.machine = lambda: 'riscv64'; "
-    monkeypatch.setattr(pickle_file, "CHILD", other + pickle_file.CHILD)
-    with pytest.raises(ValueError, match=r"cannot confine .*riscv64\); expected Linux on x86_64"):
-        open_weights(tmp_path / "a.bin", allow_pickle=True)
-
-
-ROW = {"dtype": "float32", "shape": [2], "stride": [1], "start": 64}
+def write_claims(file: IO[bytes], claims: Any) -> None:
+    with zipfile.ZipFile(file, "w") as opened:
+        with opened.open("a/data.pkl", "w") as member:
+            ClaimPickler(member, protocol=2).dump(claims)
+        opened.writestr("a/data/0", bytes(8))
+        opened.writestr("a/data/1", bytes(1 << 12))
 
 
 @pytest.mark.parametrize(
-    "tensors",
+    "claim",
     [
-        {"a": {**ROW, "start": 1 << 40}},
-        {"a": {**ROW, "start": -8}},
-        {"a": {**ROW, "start": 64.0}},
-        {"a": {**ROW, "shape": [1 << 40]}},
-        {"a": {**ROW, "shape": [1 << 40], "stride": [0]}},
-        {"a": {**ROW, "stride": [-1]}},
-        {"a": {**ROW, "stride": [1 << 62]}},
-        {"a": {**ROW, "stride": []}},
-        {"a": {**ROW, "shape": [1] * 65, "stride": [1] * 65}},
-        {"a": {**ROW, "shape": [0, 1 << 70], "stride": [1, 1]}},
-        {"a": {**ROW, "dtype": "object"}},
-        {"a": {**ROW, "shape": None}},
-        {"a": {}},
-        {"a": []},
-        [1],
-        {},
+        Claim(offset=1 << 40),
+        Claim(offset=-8),
+        Claim(offset=1),
+        Claim(offset=0.0),
+        Claim(shape=(3,)),
+        Claim(shape=(1 << 40,)),
+        Claim(shape=(1 << 40,), stride=(0,)),
+        Claim(shape=(1 << 62,)),
+        Claim(stride=(-1,)),
+        Claim(stride=(1 << 62,)),
+        Claim(stride=()),
+        Claim(shape=(1,) * 65, stride=(1,) * 65),
+        Claim(shape=(0, 1 << 70), stride=(1, 1)),
+        Claim(shape=("2",)),
+        Claim(shape=(None,)),
+        Claim(storage=Bytes(key="2")),
+        Claim(storage=Bytes(kind=torch.DoubleStorage)),
+        Claim(shape=[2]),
+        Claim(stride=None),
     ],
-    ids=range(16),
+    ids=range(19),
 )
-def test_a_false_table_is_refused(
-    tensors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process is not trusted: it has read the foreign bytes."""
-    torch.save({"a": torch.ones(2)}, tmp_path / "a.bin")
-    answer = {"tensors": tensors, "notes": []} if tensors else {"tensors": {}}
-    monkeypatch.setattr(pickle_file, "_ask_child", lambda *_, **__: answer)
+def test_a_tensor_outside_of_its_storage_is_refused(claim: Claim, tmp_path: Path) -> None:
+    with (tmp_path / "a.bin").open("wb") as opened:
+        write_claims(opened, {"a": Claim(), "b": claim})
     with pytest.raises(ValueError, match="which lists tensors that are not in it"):
+        open_weights(tmp_path / "a.bin", allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        Claim(storage=None),
+        Claim(storage=Bytes(key=3)),
+        Claim(storage=Bytes(num_items="2")),
+        Claim(storage=Bytes(kind="FloatStorage")),
+    ],
+    ids=range(4),
+)
+def test_what_is_no_tensor_is_refused(claim: Claim, tmp_path: Path) -> None:
+    with (tmp_path / "a.bin").open("wb") as opened:
+        write_claims(opened, {"a": Claim(), "b": claim})
+    with pytest.raises(ValueError, match="which cannot be read .*; expected weights saved by"):
         open_weights(tmp_path / "a.bin", allow_pickle=True)
 
 
@@ -244,57 +264,37 @@ def test_tied_weights_have_many_names_but_not_any_number(tmp_path: Path) -> None
         open_pickle(file, ema=False)
 
 
-def test_a_file_larger_than_memory_is_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     """A mapping that could be written would be charged in full: 1 TiB of a file without blocks."""
-    file, size = tmp_path / "a.bin", 1 << 40
+    file, num_items = tmp_path / "a.bin", 1 << 38
+    last = Claim(offset=num_items - 2, storage=Bytes(num_items))
     with file.open("wb") as opened:
-        opened.truncate(size)
-    answer = {"tensors": {"a": {**ROW, "start": size - 8}}, "notes": []}
-    monkeypatch.setattr(pickle_file, "_ask_child", lambda *_, **__: answer)
+        for content in (archive.MAGIC, archive.PROTOCOL, {"little_endian": True}, {"a": last}):
+            ClaimPickler(opened, protocol=2).dump(content)
+        pickle.dump(["0"], opened, protocol=2)
+        opened.write(num_items.to_bytes(8, "little"))
+        opened.truncate(opened.tell() + 4 * num_items)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tensors, _ = open_pickle(file, ema=False)
     assert tensors["a"].read().tolist() == [0, 0]
 
-    file.write_bytes(b"")
-    with pytest.raises(ValueError, match="a.bin, which cannot be mapped into memory .*; expected"):
-        open_pickle(file, ema=False)
 
-
-def test_limits_of_a_batch_system_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hard limits below ours are kept; with too little memory, the error says so."""
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.bin")
-    child = pickle_file.CHILD
-    lower = "import resource; resource.setrlimit(resource.RLIMIT_AS, [512 << 20] * 2); "
-    monkeypatch.setattr(pickle_file, "CHILD", lower + child)
-    assert open_pickle(tmp_path / "a.bin", ema=False)[0]["a"].read().item() == 1
 
-    monkeypatch.setattr(pickle_file, "CHILD", "raise MemoryError('no \x1b[2J more')")
-    with pytest.raises(ValueError, match=r"\(exit status 1: MemoryError: no \?\[2J more\); exp"):
-        open_pickle(tmp_path / "a.bin", ema=False)
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no address space")
 
-    refused = "import resource; resource.setrlimit = lambda *_: int('no limits'); "
-    monkeypatch.setattr(pickle_file, "CHILD", refused + child)
-    with pytest.raises(ValueError, match="cannot confine the process .*no limits"):
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(ValueError, match="a.bin, which cannot be mapped into memory .*; expected"):
         open_pickle(tmp_path / "a.bin", ema=False)
 
 
 def test_a_message_cannot_control_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\x80\x02c\x1b[2Jos\nsystem\n.")
     with pytest.raises(ValueError, match=r"plain values \(\?\[2Jos.system\)"):
-        open_weights(tmp_path / "a.bin", allow_pickle=True)
-
-
-@pytest.mark.parametrize("printed", ["", "[" * 100_000, "[1]", "3", "{"])
-def test_an_answer_that_is_none_is_refused(
-    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.bin").write_bytes(b"\x80\x02")
-    monkeypatch.setattr(pickle_file, "CHILD", f"print({printed!r})")
-    with pytest.raises(ValueError, match="whose reader ended without an answer"):
         open_weights(tmp_path / "a.bin", allow_pickle=True)
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from waves import end_of
 
 from opensora_sp.models import build_model
-from opensora_sp.models.kernels import using_kernels
-from opensora_sp.models.kernels.reference import gelu as reference_gelu
-from opensora_sp.models.kernels.reference import qk_norm as reference_qk_norm
+from opensora_sp.models.kernels import linear_gelu, linear_qk_norm, qk_norm, using_kernels
 from opensora_sp.models.layers import Mlp, SelfAttention
 from opensora_sp.models.positions import RotaryEmbedding
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
@@ -47,11 +46,12 @@ def derivatives(function, inputs: list[Tensor], grads: list[Tensor]) -> list[Ten
 
 
 def check(kernel, reference, inputs: list[Tensor], grads: list[Tensor]) -> None:
-    """One rounding lies between the kernel and the reference in float64."""
+    """One rounding lies between the kernel and the reference, in plain torch, in float64."""
     dtype = inputs[0].dtype
     found = derivatives(kernel, inputs, grads)
     wide = [[z.double() for z in tensors] for tensors in (inputs, grads)]
-    exact = derivatives(reference, *wide)
+    with using_kernels("torch"):
+        exact = derivatives(reference, *wide)
     for one, wanted in zip(found, exact, strict=True):
         assert one.dtype == dtype and one.shape == wanted.shape
         if one.numel():
@@ -98,7 +98,7 @@ def check_qk_norm(dtype: torch.dtype) -> None:
 
         def exact(*args, rotation=rotation):
             rotation = None if rotation is None else rotation.double()
-            return reference_qk_norm.qk_norm(*args, rotation, EPS)
+            return qk_norm(*args, rotation, EPS)
 
         def found(*args, rotation=rotation):
             return kernel.qk_norm(*args, rotation, EPS)
@@ -125,7 +125,7 @@ def check_qk_norm_of_a_layer() -> None:
         rotation = rotation_of(1, length, width)
 
         def exact(*args, rotation=rotation):
-            return reference_qk_norm.linear_qk_norm(*args, rotation.double(), EPS)
+            return linear_qk_norm(*args, rotation.double(), EPS)
 
         def found(*args, rotation=rotation):
             return kernel.linear_qk_norm(*args, rotation, EPS)
@@ -159,6 +159,27 @@ def test_gelu(dtype):
     run_interpreted(check_gelu, dtype)
 
 
+@pytest.mark.parametrize("width", [1152, 3072, 4608])
+@pytest.mark.parametrize("slots", [924, 798, 756])
+def test_programs_of_gelu_end_together_on_every_gpu(width: int, slots: int) -> None:
+    """Or one tile after the mean, which is the least that a program can have."""
+    from triton.runtime.jit import JITFunction
+
+    from opensora_sp.models.kernels.triton import gelu
+
+    for tokens in [*range(1, 20_000, 487), *range(20_000, 100_000, 9_973)]:
+        x, bias = (torch.empty(n, width, device="meta").bfloat16() for n in (tokens, 1))
+        with mock.patch.object(JITFunction, "run") as run:
+            gelu._backward(x, x, bias[0])
+        launch = run.call_args_list[0].kwargs
+        columns, parts = launch["grid"]
+        tiles = -(-tokens // launch["ROWS"])
+
+        programs = [len(range(part, tiles, parts)) for part in range(parts) for _ in range(columns)]
+        longest, mean = end_of(programs, slots), tiles * columns / slots
+        assert longest <= max(mean + 1, 1.15 * mean), (tokens, longest, mean)
+
+
 def check_sums() -> None:
     from opensora_sp.models.kernels.triton.sums import sum_parts
 
@@ -176,7 +197,7 @@ def check_linear_gelu() -> None:
 
     inputs = [normal(2, 7, 24, seed=0), normal(72, 24, seed=1), normal(72, seed=2)]
     grads = [normal(2, 7, 72, seed=3)]
-    check(kernel.linear_gelu, reference_gelu.linear_gelu, inputs, grads)
+    check(kernel.linear_gelu, linear_gelu, inputs, grads)
 
     # The product with GELU of no-grad mode is for CUDA.
     inputs = [z.bfloat16() for z in inputs]
@@ -191,18 +212,19 @@ def test_gelu_of_a_linear_layer():
 
 def check_mixed_dtypes() -> None:
     """As under autocast: the weights of norms, and biases, stay in float32."""
-    from opensora_sp.models.kernels.triton import gelu, qk_norm
+    from opensora_sp.models.kernels.triton import gelu
 
     qkv = normal(2, 3, 3, 2, 24, seed=0).bfloat16()
     weights = [normal(24, seed=1), normal(24, seed=2)]
-    found, wanted = (
-        derivatives(
-            lambda *args: module.qk_norm(*args, None, EPS),  # noqa: B023
-            [qkv, *weights],
-            [torch.ones(2, 3, 2, 24), torch.ones(2, 3, 2, 24), torch.ones(2, 3, 2, 24).bfloat16()],
-        )
-        for module in (qk_norm, reference_qk_norm)
+    ones = torch.ones(2, 3, 2, 24)
+    arguments = (
+        lambda *args: qk_norm(*args, None, EPS),
+        [qkv, *weights],
+        [ones, ones, ones.bfloat16()],
     )
+    found = derivatives(*arguments)
+    with using_kernels("torch"):
+        wanted = derivatives(*arguments)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
     x, bias = normal(4, 24, seed=0).bfloat16(), normal(24, seed=1)
@@ -311,8 +333,6 @@ def test_norms_after_the_rotation():
 
 
 def check_compiled() -> None:
-    from opensora_sp.models.kernels import qk_norm
-
     attention, mlp = layers()
     inputs = [normal(6, 3, 3, 2, 8, seed=0).double(), normal(6, 3, 16, seed=1).double()]
     grads = [normal(6, 3, 2, 8, seed=i).double() for i in range(3)]

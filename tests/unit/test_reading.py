@@ -31,16 +31,16 @@ from opensora_sp.data import (
     Manifest,
     Sample,
     VideoTextDataset,
-    count_frames,
     find_files,
     read_frames,
     read_video,
-    resize_and_crop,
     toy_clip,
     video,
     write_manifest,
     write_video,
 )
+from opensora_sp.data.transforms import resize_and_crop
+from opensora_sp.data.video import count_frames
 
 WRITTEN = {  # format, codec, pixels and frames of a file
     "a.gif": ("gif", "gif", "rgb8", 3),
@@ -315,7 +315,7 @@ def test_an_index_is_written_whole_or_not_at_all(
     }
 
     monkeypatch.setattr(
-        "opensora_sp.data.index_files", lambda *_, **__: pytest.fail("looked at files first")
+        "opensora_sp.cli.index.index_files", lambda *_, **__: pytest.fail("looked at files first")
     )
     for name, message in [
         ("set.csv", f"--output '{tmp_path / 'set.csv'}', which is a folder"),

@@ -18,6 +18,7 @@ from ranks import run_ranks
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
+    DamagedCheckpointError,
     Part,
     SaveJob,
     Saver,
@@ -28,7 +29,7 @@ from opensora_sp.checkpoint import (
 from opensora_sp.checkpoint.writer import all_finite
 from opensora_sp.training import run
 from opensora_sp.training.checkpointing import Checkpoints
-from opensora_sp.training.resuming import choose_checkpoint, find_checkpoint
+from opensora_sp.training.resuming import choose_checkpoint, find_checkpoint, find_good
 
 FILES = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 FIRST, SECOND = checkpoint_name(1), checkpoint_name(2)
@@ -125,6 +126,20 @@ def test_only_what_is_damaged_is_set_aside_for_the_checkpoint_before_it(
     for name in ("damaged", "truncated"):
         names = {path.name for path in (tmp_path / name).glob("step_*")}
         assert names == {FIRST, f"{SECOND}.damaged"}
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json"])
+def test_a_small_file_of_any_size_is_damage_and_is_not_read(
+    two: Path, tmp_path: Path, name: str
+) -> None:
+    """As a file system leaves it: the right beginning, then 1 TiB without blocks."""
+    shutil.copytree(two, tmp_path / "run")
+    os.truncate(tmp_path / "run" / SECOND / name, 1 << 40)
+
+    search = find_good(tmp_path / "run")
+    assert search.checkpoint == tmp_path / "run" / FIRST
+    problem = search.problems[tmp_path / "run" / SECOND]
+    assert isinstance(problem, DamagedCheckpointError) and f"{name} of more than" in str(problem)
 
 
 def test_without_a_good_checkpoint_every_start_raises_until_the_user_begins_anew(

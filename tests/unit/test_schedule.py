@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, ReadRequest, Sample, StepLoader
+from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, Sample, StepLoader
 from opensora_sp.data.schedule import Assigned, ScheduledBatches, busy_seconds, schedule
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, groups_with, nested_groups
 
@@ -139,10 +139,6 @@ class Echo:
         return sample
 
 
-def request_of(assigned: Assigned) -> ReadRequest:
-    return ReadRequest(assigned.micro_batch, assigned.micro_batch.samples, group=assigned.group)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_loader_yields_each_rank_its_own_micro_batches(num_workers: int) -> None:
     """Two on five ranks: each in two or three of them, and with one on each some have none."""
@@ -165,7 +161,6 @@ def test_the_loader_yields_each_rank_its_own_micro_batches(num_workers: int) -> 
                 rank=rank,
                 family=family,
                 seconds=predicted,
-                request_of=request_of,
             )
             loader = StepLoader(Echo(), batches, num_workers=num_workers, seed=0)  # type: ignore[arg-type]
             for number, step in enumerate(loader):
@@ -200,7 +195,6 @@ def test_a_ledger_has_each_clip_once_also_when_another_world_resumes() -> None:
                 rank=rank,
                 family=family,
                 seconds=seconds,
-                request_of=request_of,
             )
             for request in batches:
                 assert request.group is not None

@@ -10,8 +10,12 @@ import pytest
 import torch
 from runs import ROOT, TRAIN
 
-from opensora_sp.config import check_launch, load_inference_config, load_train_config
-from opensora_sp.config.unused import unused_settings
+from opensora_sp.config import (
+    check_launch,
+    load_inference_config,
+    load_train_config,
+    unused_settings,
+)
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize
 

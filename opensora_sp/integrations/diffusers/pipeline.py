@@ -1,7 +1,7 @@
 """Open-Sora's text- and image-to-video sampling as a pipeline of diffusers.
 
 The pipeline turns diffusers' arguments into requests of this package's sampler, which does the
-rest. So latents equal those of ``scripts/inference.py`` for the same noise.
+rest. So latents equal the latents of ``scripts/inference.py`` for the same noise.
 
 Legend: B videos, F frames, c latent channels, f x h x w latent size.
 """
@@ -68,11 +68,9 @@ class OpenSoraPipeline(Base):
         scheduler: an ``OpenSoraScheduler``.
         vae_config, text_encoder_config: their entries in a sampling config, such as
             ``dict(type="t5", from_pretrained=..., max_length=300)``.
-
-    Raises:
-        ValueError: without these.
     """
 
+    # diffusers takes arguments without a default for components.
     def __init__(
         self,
         transformer: ConditionedModel,
@@ -83,13 +81,6 @@ class OpenSoraPipeline(Base):
         text_encoder_config: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        # diffusers takes arguments without a default for components.
-        if vae_config is None or text_encoder_config is None:
-            raise ValueError(
-                f"got vae_config {vae_config} and text_encoder_config {text_encoder_config}; "
-                "expected both, as in a sampling config; pass for example "
-                "vae_config=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
-            )
         self.register_modules(
             transformer=transformer, vae=vae, text_encoder=text_encoder, scheduler=scheduler
         )
@@ -123,8 +114,8 @@ class OpenSoraPipeline(Base):
             raise ValueError(f"got {unknown[0]!r}; expected some of {known}; {advice}")
         if lora and "transformer" in components:
             raise ValueError(
-                f"got lora {list(lora)} and a transformer; expected adapters for that of the "
-                "folder; merge them into yours: from_pretrained(PATH, lora=[...])"
+                f"got lora {list(lora)} and a transformer; expected adapters for the "
+                "folder's; merge them into yours: from_pretrained(PATH, lora=[...])"
             )
 
         folder = PipelineFolder.open(pretrained_model_name_or_path, components)
@@ -157,7 +148,7 @@ class OpenSoraPipeline(Base):
     ) -> None:
         """Write a folder that ``from_pretrained`` reads; see ``write_pipeline``.
 
-        The weights of encoders are those of their ``from_pretrained``.
+        The weights of encoders are read from their ``from_pretrained``.
         """
         write_pipeline(
             save_directory,
@@ -184,6 +175,7 @@ class OpenSoraPipeline(Base):
     def to(self, *args: Any, **kwargs: Any) -> OpenSoraPipeline:
         """Move all components to a device. A dtype is the transformer's alone."""
         kwargs.pop("silence_dtype_warnings", None)
+        # As torch.nn.Module.to takes its arguments.
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         self.transformer.to(device=device, dtype=dtype)
         if device is not None:
@@ -235,8 +227,8 @@ class OpenSoraPipeline(Base):
                 size. A PIL image, uint8 ``[height, width, 3]`` or a tensor ``[3, height, width]``
                 in [0, 1]. Models with ``use_cond`` (Open-Sora 1.3) take one video at a time then.
             num_frames, height, width: of the videos, in pixels; 1 frame is an image.
-            num_inference_steps, guidance_scale: by default those of the scheduler's config. A scale
-                of 1 is no guidance.
+            num_inference_steps, guidance_scale: by default as in the scheduler's config. A scale of
+                1 is no guidance.
             generator: of the noise; a list has one for each video.
             callback_on_step_end: called as ``(pipeline, step, timestep, {"latents": latents})``
                 after each step; may return other latents in such a dict.
@@ -267,10 +259,16 @@ class OpenSoraPipeline(Base):
         sampler = self._sampler(cfg)
         requests = self._requests(cfg, texts, images, negative_prompt, generator, latents)
 
-        sampler.warn_of_truncation(requests)
         with self.progress_bar(total=flow.num_sampling_steps) as bar:
-            edit = self._edited_by(callback_on_step_end)
-            parts = sampler.looped(requests, on_step=bar.update, edit_step=edit)
+
+            def on_step(step: int, t: Tensor, latents: Tensor) -> Tensor | None:
+                bar.update()
+                if callback_on_step_end is None:
+                    return None
+                returned = callback_on_step_end(self, step, t[0], {"latents": latents})
+                return (returned or {}).get("latents")
+
+            parts = sampler.looped(requests, on_step=on_step)
 
         frames: Any = parts[0]
         if output_type != "latent":
@@ -363,17 +361,3 @@ class OpenSoraPipeline(Base):
                 f"of {requests[0].shape}; pass such a tensor, or a generator"
             )
         return requests
-
-    def _edited_by(
-        self, callback: StepCallback | None
-    ) -> Callable[[int, Tensor, Tensor], Tensor] | None:
-        """diffusers' callback as the sampler takes it."""
-        if callback is None:
-            return None
-
-        def edit(step: int, t: Tensor, latents: Tensor) -> Tensor:
-            returned = callback(self, step, t[0], {"latents": latents}) or {}
-            edited: Tensor = returned.get("latents", latents)
-            return edited
-
-        return edit

@@ -1,6 +1,6 @@
 """Rectified flow as a scheduler of diffusers.
 
-The Euler steps are those of diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
+The Euler steps equal diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
 ``RectifiedFlow``. It is no subclass: its config would have a ``shift`` and other settings that
 change nothing here.
 """
@@ -72,11 +72,8 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         self, num_inference_steps: int | None, guidance_scale: float | None
     ) -> RectifiedFlow:
         """The process with other steps and guidance; None keeps what the config has."""
-        changes: dict[str, Any] = {}
-        if num_inference_steps is not None:
-            changes["num_sampling_steps"] = num_inference_steps
-        if guidance_scale is not None:
-            changes["cfg_scale"] = guidance_scale
+        asked = {"num_sampling_steps": num_inference_steps, "cfg_scale": guidance_scale}
+        changes: Any = {name: asked[name] for name in asked if asked[name] is not None}
         return replace(self.flow, **changes)
 
     def set_timesteps(
@@ -123,6 +120,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         if self._step_index is None:
             self._step_index = self._index_of(timestep)
         i = self._step_index
+        # Timesteps may repeat after rounding, indices do not.
         self._step_index += 1
         moved = sample.float() + (self.sigmas[i + 1] - self.sigmas[i]) * model_output
         moved = moved.to(model_output.dtype)

@@ -1,22 +1,20 @@
-"""Calls by which a device's results of a Triton kernel are verified.
+"""Calls by which a device's results of the kernels are verified.
 
-Each module of ``reference`` has a function ``examples(sizes)`` that yields some for each of its
-functions: small ones, with the widths of the model and an odd number of tokens. Dtypes, strides and
-what is left out are those of the models' calls (``tests/unit/test_kernel_calls.py``).
+They are small, with the widths of the model and an odd number of tokens. Dtypes, strides and
+arguments that are left out are as in the models' calls (``tests/unit/test_kernel_calls.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from importlib import import_module
-from pkgutil import iter_modules
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import reference
+from .modulation import Part
+from .short_rows import HEAD_WIDTHS
 
 if TYPE_CHECKING:
     from opensora_sp.models.config import SharedConfig
@@ -32,7 +30,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: SharedConfig) -> Sizes:
-        """Of an STDiT model's config."""
+        """The widths in an STDiT model's config."""
         hidden = int(config.hidden_size * config.mlp_ratio)
         return cls(config.hidden_size, config.num_heads, hidden)
 
@@ -46,7 +44,7 @@ class Example:
     """A call of a kernel's function.
 
     Args:
-        function: its name, in ``reference/<name>.py`` and ``triton/<name>.py``.
+        function: its name, in ``<name>.py`` and ``triton/<name>.py``.
         arguments: by name. Floating tensors are float32 on the CPU; they are moved to the device
             and cast to the dtype that is verified, with the strides that they have.
         gradients: names of the tensors whose gradients are compared too. Without any, the call is
@@ -72,17 +70,185 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def activations(*shape: int, seed: int = 0) -> Tensor:
     """Such numbers with a mean of 0.5, and with outliers: one in a hundred is ten times as large,
     as in trained models."""
-    drawn = normal(*shape, seed=seed) + 0.5
-    drawn.view(-1)[seed::101] *= 10
-    return drawn
+    numbers = normal(*shape, seed=seed) + 0.5
+    numbers.view(-1)[seed::101] *= 10
+    return numbers
 
 
 def kernel_names() -> list[str]:
-    """The kernels, by name: the modules of ``reference``."""
-    return sorted(module.name for module in iter_modules(reference.__path__))
+    """The kernels, by name."""
+    return sorted(EXAMPLES)
 
 
 def examples_of(name: str, sizes: Sizes) -> Iterator[Example]:
     """The examples of a kernel."""
-    module: Any = import_module(f"{reference.__name__}.{name}")
-    yield from module.examples(sizes)
+    yield from EXAMPLES[name](sizes)
+
+
+def _gelu(sizes: Sizes) -> Iterator[Example]:
+    """The hidden layer of blocks, also with more tokens than backward takes with one tile for each
+    program. Without gradients another product may run, as in sampling."""
+    for tokens, width in ((39, sizes.width), (1700, 16)):
+        arguments = dict(
+            x=normal(1, tokens, width),
+            weight=normal(sizes.hidden, width, seed=1) / width**0.5,
+            bias=normal(sizes.hidden, seed=2),
+        )
+        yield Example("linear_gelu", arguments, gradients=("x", "weight", "bias"))
+        yield Example("linear_gelu", arguments)
+
+
+def _short_rows(sizes: Sizes) -> Iterator[Example]:
+    """Rows that are padded to 16 and to 32 tokens: of queries, keys and values side by side, and
+    of queries and keys that a norm has written apart."""
+    if sizes.head_width not in HEAD_WIDTHS:
+        return
+
+    for length in (15, 30):
+        shape = 3, length, sizes.heads, sizes.head_width
+        q, k, v = torch.stack([normal(*shape, seed=seed) for seed in range(3)], dim=2).unbind(2)
+        for queries, keys in ((q, k), (q.contiguous(), k.contiguous())):
+            arguments = dict(q=queries, k=keys, v=v)
+            yield Example("attend_short_rows", arguments, gradients=("q", "k", "v"))
+
+
+def _qk_norm(sizes: Sizes) -> Iterator[Example]:
+    """Without rotation, with one for all rows, and with one for each of two long rows."""
+    # More than the kernel's sums of weights' gradients add up at a time.
+    long = 2**17 // sizes.width + 1
+    yield _heads(sizes, (3, 13), None)
+    yield _heads(sizes, (3, 13), _rotation(1, 13, sizes.head_width))
+    yield _heads(sizes, (2, long), _rotation(2, long, sizes.head_width))
+    for rotation in (None, _rotation(1, 13, sizes.head_width), _rotation(3, 13, sizes.head_width)):
+        yield _linear_heads(sizes, (3, 13), rotation)
+
+
+def _heads(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
+    width = sizes.head_width
+    return Example(
+        "qk_norm",
+        dict(
+            qkv=activations(*shape, 3, sizes.heads, width),
+            q_weight=normal(width, seed=1),
+            k_weight=normal(width, seed=2),
+            rotation=rotation,
+            eps=1e-6,
+        ),
+        gradients=("qkv", "q_weight", "k_weight"),
+        kept=("rotation",),
+    )
+
+
+def _linear_heads(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
+    """Attention leaves the gradients of queries token by token, or head by head."""
+    example = _heads(sizes, shape, rotation)
+    (*_, heads, width), inputs = example.arguments.pop("qkv").shape, 64
+    layer = dict(
+        x=activations(*shape, inputs),
+        weight=normal(3 * heads * width, inputs, seed=3) / inputs**0.5,
+        bias=normal(3 * heads * width, seed=4),
+    )
+    return replace(
+        example,
+        function="linear_qk_norm",
+        arguments=layer | example.arguments,
+        gradients=(*layer, "q_weight", "k_weight"),
+        swapped={} if rotation is None else {0: (1, 2)},
+    )
+
+
+def _rotation(rows: int, length: int, width: int) -> Tensor:
+    angles = 3 * normal(rows, length, 1, width // 2, seed=3)
+    angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def _modulation(sizes: Sizes) -> Iterator[Example]:
+    """Calls as models make them, and without a bias, as where adapters stand in for layers.
+
+    Entries of samples, of the frames of spatial rows and of temporal ones; tokens and gradients
+    that lie in this layout or in the other one; all rows of samples, or some of them.
+    """
+    frames = (2, 3, 1)
+    for per in ((1, 1, 1), (2, 1, 1), frames, (2, 1, 5)):
+        for x_lies_across in (False, True):
+            # A kernel that took one for the other would be wrong in either case.
+            arguments = _modulated(sizes.width, per, x_lies_across=x_lies_across)
+            yield from _modulation_calls(arguments, gradients_lie_across=not x_lies_across)
+            # The final layer has a table apart, in the dtype of tokens.
+            yield replace(_modulation_call("norm_modulate", arguments), kept=())
+
+    arguments = _modulated(sizes.width, frames, first=2)
+    yield from _modulation_calls(arguments)
+    yield from _modulation_calls(arguments | dict(bias=None), gradients_lie_across=True)
+
+    # Entries and biases are frozen under LoRA.
+    for function in ("add_gated", "add_gated_twice"):
+        yield replace(_modulation_call(function, arguments), gradients=("x", "branch"))
+
+    # Large and small shares of several tokens for an entry, and several entries for each share.
+    for per, rows in (((2, 1, 1), (3, 250)), ((1, 500, 1), (500, 3))):
+        yield _modulation_call("add_norm_modulate", _modulated(sizes.width, per, rows=rows))
+
+
+MODULATION = {
+    "norm_modulate": ("x", "shift", "scale", "part"),
+    "add_norm_modulate": ("x", "branch", "shift", "scale", "part", "bias"),
+    "add_gated": ("x", "gate", "branch", "part", "bias"),
+    "add_gated_twice": ("x", "gate", "branch", "part", "bias"),
+}
+
+
+def _modulation_calls(
+    arguments: dict[str, Any], *, gradients_lie_across: bool = False
+) -> Iterator[Example]:
+    for function in MODULATION:
+        example = _modulation_call(function, arguments)
+        yield replace(example, swapped={0: (0, 1)}) if gradients_lie_across else example
+
+
+def _modulation_call(function: str, arguments: dict[str, Any]) -> Example:
+    arguments = {name: arguments[name] for name in MODULATION[function]}
+    gradients = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
+    return Example(function, arguments, tuple(gradients), kept=("shift", "scale", "gate"))
+
+
+def _modulated(
+    width: int,
+    per: tuple[int, int, int],
+    *,
+    rows: tuple[int, int] = (3, 5),
+    first: int = 0,
+    x_lies_across: bool = False,
+) -> dict[str, Any]:
+    """Arguments for b samples with entries ``per`` of them, ``[b, 1 or n, 1 or L]``.
+
+    Shift, scale and gate are cut out of one table, in float32. With ``first``, tokens are those
+    from this row of the first sample to the same of the last one.
+    """
+    (sample_rows, length), samples = rows, per[0]
+    shape = (samples - bool(first)) * sample_rows, length, width
+    x, branch = normal(*shape), normal(*shape, seed=1)
+    shift, scale, gate = normal(*per, 3, width, seed=2).unbind(-2)
+    return dict(
+        x=_across(x) if x_lies_across else x,
+        branch=branch,
+        bias=normal(width, seed=3),
+        shift=shift,
+        scale=scale,
+        gate=gate,
+        part=Part(first, sample_rows),
+    )
+
+
+def _across(x: Tensor) -> Tensor:
+    """The same numbers, row by row of the other layout."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+EXAMPLES: dict[str, Callable[[Sizes], Iterator[Example]]] = {
+    "gelu": _gelu,
+    "modulation": _modulation,
+    "qk_norm": _qk_norm,
+    "short_rows": _short_rows,
+}

@@ -1,8 +1,4 @@
-"""Which implementation of a kernel runs: the Triton kernel or the reference in plain torch.
-
-Each kernel ``<name>`` has two modules with the same functions: ``reference/<name>.py``, which is
-the definition, and ``triton/<name>.py``, which is imported when it is chosen for the first time.
-"""
+"""Which implementation of a kernel runs: the Triton kernel or plain torch."""
 
 from __future__ import annotations
 
@@ -87,12 +83,12 @@ def set_verified(name: str, dtypes: Iterable[torch.dtype]) -> None:
 
 
 def chosen(name: str, like: Tensor) -> bool:
-    """Whether the Triton kernel of this name runs for tensors such as ``like``."""
+    """True if the Triton kernel of this name runs for tensors such as ``like``."""
     if _setting == "torch":
         return False
 
-    # Fake tensors have the device that they stand for. Meta tensors stand for those of a GPU, whose
-    # operators the planner traces.
+    # Fake tensors have the device that they stand for. Meta tensors stand for tensors of a GPU; the
+    # planner traces its operators.
     if not (like.is_cuda or like.is_meta):
         return INTERPRETED and _setting == "triton" and like.device.type == "cpu"
 
@@ -102,6 +98,6 @@ def chosen(name: str, like: Tensor) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Whether ``torch.func`` (jvp, vmap, ...) runs, which takes plain operations only."""
+    """True inside ``torch.func`` (jvp, vmap, ...), which takes plain operations only."""
     compiles = torch.compiler.is_compiling()
     return not compiles and torch._C._functorch.peek_interpreter_stack() is not None

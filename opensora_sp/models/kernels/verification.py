@@ -19,8 +19,9 @@ from torch import Tensor
 from opensora_sp.compile_cache import has_triton
 
 from .examples import Example, Sizes, examples_of, normal
+from .selection import using_kernels
 
-# Sums in another order, other approximations of exp and tanh. That of plain torch on the device
+# Sums in another order, other approximations of exp and tanh. An error of plain torch on the device
 # counts up to as many times its error on the CPU, so that a faulty device excuses nothing.
 MAX_RATIO = 4.0
 # Of the reference's error, which may be tiny by chance; in multiples of the dtype's epsilon.
@@ -30,8 +31,7 @@ MIN_ERROR = 2.5e-6
 # part of the largest one.
 NOISE_FLOOR = 1e-3
 
-# Tests compile the kernels from here on. For 7.0 the compiler of Triton 3.1 does not end (it was
-# stopped after 280 s).
+# Tests compile the kernels from here on.
 CAPABILITY = (8, 0)
 OBSTACLES = NO_TRITON, OLD_GPU = (
     "Triton is not installed",
@@ -71,24 +71,24 @@ def verify_kernel(
 ) -> list[Difference]:
     """Compare all functions of a kernel with their references on a device.
 
-    Those of a 16-bit dtype are also compared in float32, where rounding hides no small error.
+    Results in a 16-bit dtype are also compared in float32, where rounding hides no small error.
 
     Raises:
-        ImportError: if Triton is missing. What a compiler or a launch raises passes through.
+        ImportError: if Triton is missing. Errors of a compiler or a launch pass through.
     """
-    found = _verify(name, sizes, dtype, device)
+    compared = _verify(name, sizes, dtype, device)
     if dtype.itemsize < torch.float32.itemsize:
-        for one in _verify(name, sizes, torch.float32, device):
-            found.append(replace(one, result=f"{one.result} in float32"))
-    return found
+        for difference in _verify(name, sizes, torch.float32, device):
+            compared.append(replace(difference, result=f"{difference.result} in float32"))
+    return compared
 
 
 def _verify(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[Difference]:
-    found: list[Difference] = []
+    compared: list[Difference] = []
     for example in examples_of(name, sizes):
-        reference, kernel = (_function(folder, name, example) for folder in ("reference", "triton"))
-        found += compare(kernel, reference, example, dtype, device)
-    return found
+        kernel, reference = (_function(by, name, example) for by in ("triton", "torch"))
+        compared += compare(kernel, reference, example, dtype, device)
+    return compared
 
 
 def compare(
@@ -98,7 +98,7 @@ def compare(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Difference]:
-    """Compare the values and gradients of a call on a device with those of the reference."""
+    """Compare the values and gradients of a call on a device with its reference."""
     exact = results(reference, example, torch.float64, CPU, rounded=dtype)
     rounding = results(reference, example, dtype, CPU)
     with _without_tf32():
@@ -107,10 +107,15 @@ def compare(
     return list(differences(ours, plain, rounding, exact, dtype))
 
 
-def _function(folder: str, name: str, example: Example) -> Callable[..., Any]:
-    module = import_module(f".{folder}.{name}", __package__)
-    function: Callable[..., Any] = getattr(module, example.function)
-    return function
+def _function(by: str, name: str, example: Example) -> Callable[..., Any]:
+    """A kernel's function by "triton", or by its reference in plain "torch"."""
+    if by == "triton":
+        function: Callable[..., Any] = getattr(
+            import_module(f".triton.{name}", __package__), example.function
+        )
+        return function
+    public = getattr(import_module(f".{name}", __package__), example.function)
+    return using_kernels("torch")(public)
 
 
 @contextmanager
@@ -146,17 +151,20 @@ def results(
     Args:
         rounded: the arguments are rounded to this dtype first, so that all see the same ones.
     """
-    arguments = {}
-    for name, value in example.arguments.items():
-        if isinstance(value, Tensor):
-            strides, value = value.stride(), value.to(device)
-            if value.is_floating_point():
-                wide = torch.promote_types(dtype, value.dtype)
-                cast = wide if name in example.kept else dtype
-                value = value if name in example.kept else value.to(rounded or dtype)
-                value = _with_strides(value.to(cast), strides)
-                value.requires_grad_(name in example.gradients)
-        arguments[name] = value
+    arguments = dict(example.arguments)
+    for name, argument in example.arguments.items():
+        if not isinstance(argument, Tensor):
+            continue
+        tensor = argument.to(device)
+        if tensor.is_floating_point():
+            cast = dtype
+            if name in example.kept:
+                cast = torch.promote_types(dtype, tensor.dtype)
+            else:
+                tensor = tensor.to(rounded or dtype)
+            tensor = _with_strides(tensor.to(cast), argument.stride())
+            tensor.requires_grad_(name in example.gradients)
+        arguments[name] = tensor
 
     with torch.set_grad_enabled(bool(example.gradients)):
         outputs = function(**arguments)
@@ -180,8 +188,8 @@ def _gradients(example: Example, arguments: dict[str, Any], outputs: tuple[Tenso
     weights = []
     for i, output in enumerate(differentiable):
         # Numbers that bf16 holds exactly: the same ones in every dtype.
-        drawn = normal(*output.shape, seed=i + 1).bfloat16()
-        weight = drawn.to(output.device, output.dtype)
+        weight = normal(*output.shape, seed=i + 1).bfloat16()
+        weight = weight.to(output.device, output.dtype)
         if dims := example.swapped.get(i):
             weight = weight.transpose(*dims).contiguous().transpose(*dims)
         weights.append(weight)

@@ -28,7 +28,6 @@ const char *cudaGetErrorName(cudaError_t error) {
     case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
     case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
-    case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
     default: return "cudaError";
     }
 }
@@ -40,8 +39,6 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorNotSupported: return "operation not supported by the CUDA stub";
-    case cudaErrorStreamCaptureUnsupported:
-        return "operation not permitted when stream is capturing";
     default: return "error of the CUDA stub";
     }
 }

@@ -1,9 +1,8 @@
 /*
- * cuDNN's backend API: descriptors keep their attributes, an executed plan is read back into the
- * operations it stands for.
+ * cuDNN's backend API: descriptors keep their attributes. Of an executed plan the stream is recorded.
  *
  * Heuristics offer one engine without notes, knobs or a workspace. The version is older than the
- * 9.15.1 with which attention is chosen from cuDNN: graphs of attention are not read back.
+ * 9.15.1 with which attention is chosen from cuDNN.
  */
 #define _GNU_SOURCE
 #include "stub.h"
@@ -28,10 +27,7 @@ struct descriptor {
     struct attribute *attributes;
 };
 
-size_t cudnnGetVersion(void) {
-    const char *text = getenv("CUDA_STUB_CUDNN");
-    return text && *text ? strtoull(text, NULL, 10) : DNN_VERSION;
-}
+size_t cudnnGetVersion(void) { return DNN_VERSION; }
 size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 const char *cudnnGetErrorString(cudnnStatus_t status) {
     return status == CUDNN_STATUS_SUCCESS ? "CUDNN_STATUS_SUCCESS" : "error of the CUDA stub";
@@ -193,90 +189,10 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const handle,
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* Execution. */
-
-static void numbers(const struct descriptor *descriptor, int name, char *text, size_t size) {
-    struct attribute *attribute = find(descriptor, name);
-    text[0] = 0;
-    for (int64_t i = 0; attribute && i < attribute->count; i++) {
-        size_t used = strlen(text);
-        snprintf(text + used, size - used, i ? ",%ld" : "%ld", ((long *)attribute->values)[i]);
-    }
-}
-
-static int enumeration(const struct descriptor *descriptor, int name) {
-    struct attribute *attribute = find(descriptor, name);
-    return attribute ? *(int *)attribute->values : -1;
-}
-
-static const char *type_name(int type) {
-    switch (type) {
-    case CUDNN_DATA_FLOAT: return "float32";
-    case CUDNN_DATA_DOUBLE: return "float64";
-    case CUDNN_DATA_HALF: return "float16";
-    case CUDNN_DATA_BFLOAT16: return "bfloat16";
-    default: return "?";
-    }
-}
-
-/* x, w, y are the tensors of the forward pass, or the gradients in their places. */
-static void record_convolution(const void *stream, const char *call, struct descriptor *conv,
-                               struct descriptor *x, struct descriptor *w, struct descriptor *y) {
-    char shapes[3][160], padding[64], stride[64], dilation[64];
-    numbers(x, CUDNN_ATTR_TENSOR_DIMENSIONS, shapes[0], sizeof shapes[0]);
-    numbers(w, CUDNN_ATTR_TENSOR_DIMENSIONS, shapes[1], sizeof shapes[1]);
-    numbers(y, CUDNN_ATTR_TENSOR_DIMENSIONS, shapes[2], sizeof shapes[2]);
-    numbers(conv, CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, padding, sizeof padding);
-    numbers(conv, CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, stride, sizeof stride);
-    numbers(conv, CUDNN_ATTR_CONVOLUTION_DILATIONS, dilation, sizeof dilation);
-
-    stub_record("conv", stream, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s", call,
-                type_name(enumeration(x, CUDNN_ATTR_TENSOR_DATA_TYPE)),
-                type_name(enumeration(conv, CUDNN_ATTR_CONVOLUTION_COMP_TYPE)), shapes[0],
-                shapes[1], shapes[2], padding, stride, dilation);
-}
-
-static void record_operation(const void *stream, struct descriptor *operation) {
-    switch ((int)operation->type) {
-    case CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR:
-        record_convolution(stream, "forward",
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y));
-        break;
-    case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR:
-        record_convolution(stream, "backward_data",
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY));
-        break;
-    case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR:
-        record_convolution(stream, "backward_filter",
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW),
-                           follow(operation, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY));
-        break;
-    default: /* of a fused graph, such as attention */
-        stub_record("dnn", stream, "%d", (int)operation->type);
-    }
-}
+/* Execution: a plan has taken the stream. */
 
 cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t plan,
                                   cudnnBackendDescriptor_t pack) {
-    struct descriptor *config = follow(plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG);
-    struct descriptor *engine = follow(config, CUDNN_ATTR_ENGINECFG_ENGINE);
-    struct descriptor *graph = follow(engine, CUDNN_ATTR_ENGINE_OPERATION_GRAPH);
-    struct attribute *operations = find(graph, CUDNN_ATTR_OPERATIONGRAPH_OPS);
-    if (!operations)
-        return stub_unknown("cudnnBackendExecute (a plan without operations)",
-                            CUDNN_STATUS_BAD_PARAM);
-
-    const void *stream = ((struct handle *)handle)->stream;
-    for (int64_t i = 0; i < operations->count; i++)
-        record_operation(stream, ((struct descriptor **)operations->values)[i]);
-    stub_count_captured(stream);
+    stub_record("dnn", ((struct handle *)handle)->stream, "");
     return CUDNN_STATUS_SUCCESS;
 }

@@ -185,11 +185,7 @@ static cudaError_t copy(void *to, const void *from, size_t size, const char *cal
     const char *kind = to_device ? (from_device ? "D2D" : "H2D") : (from_device ? "D2H" : "H2H");
     int pinned = (to_device || target == PINNED) && (from_device || source == PINNED);
 
-    if (!pinned && stub_refused_in_capture(stream))
-        return stub_error(cudaErrorStreamCaptureUnsupported);
-
     stub_record_with_source("copy", stream, "%s\t%zu\t%s\t%d", kind, size, call, pinned);
-    stub_count_captured(stream);
     if (size <= (to_device && from_device ? MAX_COPY_ON_DEVICE : MAX_COPY))
         memmove(to, from, size);
     return cudaSuccess;
@@ -225,7 +221,6 @@ static void clear(char *start, size_t size) {
 
 cudaError_t cudaMemsetAsync(void *pointer, int value, size_t size, cudaStream_t stream) {
     stub_record("memset", stream, "%zu\t%d", size, value);
-    stub_count_captured(stream);
     if (value == 0)
         clear(pointer, size);
     else if (size <= MAX_COPY)

@@ -1,5 +1,5 @@
 /*
- * The record: a file of lines `kind TAB phase TAB thread TAB stream TAB graph TAB columns...`.
+ * The record: a file of lines `kind TAB phase TAB stream TAB columns...`.
  *
  * Python opens it, names the phase, and lends a function that finds the line of Python which is
  * running. Nothing is written while no file is open.
@@ -11,8 +11,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static FILE *file;
@@ -45,11 +43,9 @@ void stub_set_source(void (*function)(char *, int)) { find_source = function; }
 
 static void write_line(const char *kind, const void *stream, const char *format, va_list values,
                        const char *source) {
-    long id = stub_stream_id(stream), graph = stub_stream_graph(stream);
-
     pthread_mutex_lock(&lock);
     if (file) {
-        fprintf(file, "%s\t%s\t%ld\t%ld\t%ld\t", kind, phase, syscall(SYS_gettid), id, graph);
+        fprintf(file, "%s\t%s\t%ld\t", kind, phase, stub_stream_id(stream));
         vfprintf(file, format, values);
         fprintf(file, source ? "\t%s\n" : "\n", source);
     }

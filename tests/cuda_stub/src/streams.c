@@ -1,33 +1,24 @@
 /*
- * Runtime API: streams, events, stream capture, graphs.
+ * Runtime API: streams and events.
  *
  * Nothing ever runs, so every stream is idle and every event has happened. What is recorded is the
- * order that the calls ask for. A capture counts what it catches, spreads over events as CUDA's
- * does, and refuses what CUDA refuses.
+ * order that the calls ask for. No stream is ever captured into a graph.
  */
 #include "stub.h"
 #include "runtime.h"
 
 #include <stdlib.h>
 
-struct graph {
-    long id, num_nodes;
-    int capturing; /* until its capture ends, for all streams that have joined */
-};
 struct stream {
     long id;
     int priority;
-    struct graph *graph; /* the capture that it takes part in */
-    int origin;          /* the stream on which the capture began */
 };
 struct event {
     long id;
-    struct graph *graph; /* of the capture in which it was recorded */
 };
 
 static struct stream default_stream;
-static long num_streams, num_events, num_graphs, num_captures;
-static __thread enum cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+static long num_streams, num_events;
 
 static struct stream *get(const void *handle) {
     /* 0, 1 and 2 are the legacy and the per-thread default stream. */
@@ -35,24 +26,6 @@ static struct stream *get(const void *handle) {
 }
 
 long stub_stream_id(const void *handle) { return get(handle)->id; }
-
-static struct graph *captured_by(const void *handle) {
-    struct graph *graph = get(handle)->graph;
-    return graph && graph->capturing ? graph : NULL;
-}
-
-long stub_stream_graph(const void *handle) {
-    struct graph *graph = captured_by(handle);
-    return graph ? graph->id : 0;
-}
-
-void stub_count_captured(const void *handle) {
-    struct graph *graph = captured_by(handle);
-    if (graph)
-        graph->num_nodes++;
-}
-
-int stub_refused_in_capture(const void *handle) { return captured_by(handle) != NULL; }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, int priority) {
     struct stream *stream = calloc(1, sizeof *stream);
@@ -78,31 +51,20 @@ cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority) {
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t handle) {
-    if (stub_refused_in_capture(handle))
-        return stub_error(cudaErrorStreamCaptureUnsupported);
-    return cudaSuccess;
-}
+cudaError_t cudaStreamQuery(cudaStream_t handle) { return cudaSuccess; }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
-    if (stub_refused_in_capture(handle))
-        return stub_error(cudaErrorStreamCaptureUnsupported);
     stub_record_with_source("sync", handle, "stream");
     return cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
-    if (num_captures && mode != cudaStreamCaptureModeRelaxed)
-        return stub_error(cudaErrorStreamCaptureUnsupported);
     stub_record_with_source("sync", NULL, "device");
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned flags) {
-    struct event *event = (struct event *)event_handle;
-    stub_record("event", handle, "wait\t%ld", event->id);
-    if (event->graph && event->graph->capturing)
-        get(handle)->graph = event->graph;
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
+    stub_record("event", handle, "wait\t%ld", ((struct event *)event)->id);
     return cudaSuccess;
 }
 
@@ -121,9 +83,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
-    struct event *event = (struct event *)handle;
-    event->graph = captured_by(stream);
-    stub_record("event", stream, "record\t%ld", event->id);
+    stub_record("event", stream, "record\t%ld", ((struct event *)handle)->id);
     return cudaSuccess;
 }
 
@@ -134,9 +94,6 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
 cudaError_t cudaEventQuery(cudaEvent_t handle) { return cudaSuccess; }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
-    struct event *event = (struct event *)handle;
-    if (event->graph && event->graph->capturing)
-        return stub_error(cudaErrorStreamCaptureUnsupported);
     stub_record_with_source("sync", NULL, "event");
     return cudaSuccess;
 }
@@ -146,45 +103,14 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
     return cudaSuccess;
 }
 
-/* Capture. */
+/* What torch asks before each kernel. */
 
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *other) {
-    enum cudaStreamCaptureMode former = mode;
-    mode = *other;
-    *other = former;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMode wanted) {
-    struct stream *stream = get(handle);
-    if (stream == &default_stream || captured_by(handle))
-        return stub_error(cudaErrorStreamCaptureUnsupported);
-
-    stream->graph = calloc(1, sizeof *stream->graph);
-    stream->graph->capturing = 1;
-    stream->graph->id = __sync_add_and_fetch(&num_graphs, 1);
-    stream->origin = 1;
-    __sync_add_and_fetch(&num_captures, 1);
-    stub_record("graph", handle, "begin\t%ld\t0", stream->graph->id);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
-    struct stream *stream = get(handle);
-    if (!captured_by(handle) || !stream->origin)
-        return stub_error(cudaErrorIllegalState);
-
-    *graph = (cudaGraph_t)stream->graph;
-    stub_record("graph", handle, "end\t%ld\t%ld", stream->graph->id, stream->graph->num_nodes);
-    stream->graph->capturing = 0;
-    stream->graph = NULL;
-    stream->origin = 0;
-    __sync_sub_and_fetch(&num_captures, 1);
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureStatus *status) {
-    *status = captured_by(handle) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 
@@ -192,53 +118,5 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCapture
                                      unsigned long long *id, cudaGraph_t *graph,
                                      const cudaGraphNode_t **dependencies,
                                      const cudaGraphEdgeData **edges, size_t *num_dependencies) {
-    struct graph *captured = captured_by(handle);
-    cudaStreamIsCapturing(handle, status);
-    if (id)
-        *id = captured ? captured->id : 0;
-    if (graph)
-        *graph = (cudaGraph_t)captured;
-    if (dependencies)
-        *dependencies = NULL;
-    if (edges)
-        *edges = NULL;
-    if (num_dependencies)
-        *num_dependencies = 0;
-    return cudaSuccess;
-}
-
-/* Graphs. */
-
-cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t *nodes, size_t *num_nodes) {
-    if (nodes)
-        return stub_error(stub_unknown("cudaGraphGetNodes (nodes)", cudaErrorNotSupported));
-    *num_nodes = ((struct graph *)handle)->num_nodes;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t handle,
-                                          unsigned long long flags) {
-    struct graph *copy = malloc(sizeof *copy);
-    *copy = *(struct graph *)handle;
-    *executable = (cudaGraphExec_t)copy;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph,
-                                 unsigned long long flags) {
-    return cudaGraphInstantiateWithFlags(executable, graph, flags);
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
-    struct graph *graph = (struct graph *)handle;
-    stub_record("graph", stream, "launch\t%ld\t%ld", graph->id, graph->num_nodes);
-    return cudaSuccess;
-}
-
-/* Kept: streams that joined the capture may still point to it. */
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaSuccess; }
-
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-    free(executable);
-    return cudaSuccess;
+    return cudaStreamIsCapturing(handle, status);
 }

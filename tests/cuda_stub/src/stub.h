@@ -30,7 +30,7 @@
 #define BUS_BITS 6144
 #define CLOCK_KHZ 1980000
 #define MEMORY_CLOCK_KHZ 3201000
-#define DNN_VERSION 90100 /* cuDNN's; CUDA_STUB_CUDNN overrides it */
+#define DNN_VERSION 90100 /* cuDNN's */
 
 /* record.c: one line per call, columns separated by tabs. */
 void stub_record(const char *kind, const void *stream, const char *format, ...)
@@ -45,9 +45,6 @@ int stub_unknown(const char *name, int status);
 
 /* streams.c */
 long stub_stream_id(const void *stream);
-long stub_stream_graph(const void *stream); /* 0, or the graph that the stream's capture makes */
-void stub_count_captured(const void *stream);
-int stub_refused_in_capture(const void *stream); /* true where a sync would break a capture */
 
 /* memory.c */
 unsigned long long stub_total_memory(void);

@@ -35,7 +35,7 @@ IN_PRODUCTS = (torch.float16, torch.bfloat16)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``reference.gelu.linear_gelu``."""
+    """See ``kernels/gelu.py``."""
     if _goes_into_product(x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
         y = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
@@ -50,13 +50,13 @@ def gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def _goes_into_product(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether cuBLASLt applies bias and GELU to the sums of a product before it writes them.
+    """True if cuBLASLt applies bias and GELU to the sums of a product before it writes them.
 
     Its result is all that is kept, and backward needs the product. A CPU, as of the interpreter,
     would apply GELU without the approximation. Under autocast the dtypes differ.
     """
     same = x.dtype == weight.dtype == bias.dtype and x.dtype in IN_PRODUCTS
-    # Meta tensors stand for those of a GPU, in plans.
+    # Meta tensors stand for tensors of a GPU, in plans.
     return same and x.device.type in ("cuda", "meta") and not torch.is_grad_enabled()
 
 
@@ -195,6 +195,6 @@ def _share(z):
 
 
 @triton.jit
-def _constant(value: tl.constexpr, like):
+def _constant(number: tl.constexpr, like):
     """In the dtype of a tile: numbers in the code are float32."""
-    return tl.full([1, 1], value, like.dtype)
+    return tl.full([1, 1], number, like.dtype)

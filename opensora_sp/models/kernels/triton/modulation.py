@@ -16,7 +16,7 @@ Traffic in E, activations of C numbers for each token:
 
 Here are the launches and the autograd functions; ``modulation_kernels.py`` has the kernels.
 
-Legend: as in ``reference/modulation.py``; N entries of a table ``[N, C]``.
+Legend: as in ``kernels/modulation.py``; N entries of a table ``[N, C]``.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.modulation import EPSILON, Part
+from ..modulation import EPSILON, Part
 from .modulation_kernels import (
     add_gated_backward_kernel,
     add_gated_kernel,
@@ -73,7 +73,7 @@ class _Shares(NamedTuple):
 
     @property
     def local_entries(self) -> int:
-        """Entries from that of the first local row to that of the last one."""
+        """Number of entries, from the first local row's to the last local row's."""
         first_group = self.first // self.shared_rows
         end_group = triton.cdiv(self.first + self.local_rows, self.shared_rows)
         return (end_group - first_group) * (self.length // self.shared_length)
@@ -106,6 +106,9 @@ def _backward_programs(tokens: int) -> tuple[int, int, int]:
 
 def _constants(x: Tensor) -> dict[str, Any]:
     """What the kernels for tokens such as x are compiled for."""
+    # At a width of 1,152, 44 % of the lanes of a block of 2,048 are idle. Blocks of 1,024 and 128
+    # would take 114 registers in backward, not 128, but load the tail 16 bits at a time, and each
+    # line of the kernels would be there twice.
     block = triton.next_power_of_2(x.shape[-1])
     return dict(
         WIDTH=x.shape[-1],
@@ -149,7 +152,7 @@ def _norm_modulate(
     rows: int,
 ) -> tuple[Tensor, Tensor]:
     """The sum of x, branch and bias, empty without a branch, and the modulated tokens."""
-    total, modulated = _fake_norm_modulate(x, branch, bias, shift, scale, first, rows)
+    total, modulated = _fake_norm_modulate(x, branch)
     if not x.numel():
         return total, modulated
 
@@ -182,14 +185,13 @@ def _norm_modulate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the sum, of shift and scale, ``[2, b, 1 or n, 1 or L, C]``, and of the
     bias, empty without one."""
-    grad = _like(total)
+    grad, grad_entries, grad_bias = _fake_norm_modulate_backward(total, scale, bias)
     if not total.numel():
-        no_bias = bias.new_zeros(bias.shape) if bias is not None else _like(scale, 0)
-        return grad, scale.new_zeros(2, *scale.shape), no_bias
+        return grad, grad_entries.zero_(), grad_bias.zero_()
 
     (scales,) = _tables(scale)
     shares = _shares(total, scale, first, rows, backward=True)
-    sums, bias_sums = _empty_sums(scale, 2, bias, shares)
+    sums, bias_sums = _empty_sums(grad_entries, grad_bias, shares)
     norm_modulate_backward_kernel[shares.programs,](
         *_with_steps(total),
         scales,
@@ -203,8 +205,8 @@ def _norm_modulate_backward(
         EPS=EPSILON,
         **_constants(total),
     )
-    entries, grad_bias = _add_pieces(sums, bias_sums, scale, bias, shares)
-    return grad, entries, grad_bias
+    _add_pieces(sums, bias_sums, grad_entries, grad_bias, shares)
+    return grad, grad_entries, grad_bias
 
 
 def _add_gated(
@@ -238,18 +240,20 @@ def _add_gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of gate, branch and bias, and the sum of both of the total's.
 
-    Empty tensors stand for what there is not: a gate's gradient without the branch, a bias, or a
-    second gradient of the total.
+    Empty tensors stand for gradients that are not computed: of a gate without the branch, of a
+    bias that is None, and the sum without a second gradient of the total.
     """
     grad_gate, grad_branch, grad_bias, grad = _fake_add_gated_backward(
-        gate, branch, bias, grad_total, other, first, rows
+        gate, branch, bias, grad_total, other
     )
     if not grad_total.numel():
         return grad_gate.zero_(), grad_branch, grad_bias.zero_(), grad
 
     (gates,) = _tables(gate)
     shares = _shares(grad_total, gate, first, rows, backward=True)
-    sums, bias_sums = _empty_sums(gate, 1, bias, shares) if branch is not None else (None, None)
+    sums, bias_sums = None, None
+    if branch is not None:
+        sums, bias_sums = _empty_sums(grad_gate[None], grad_bias, shares)
     add_gated_backward_kernel[shares.programs,](
         gates,
         branch.contiguous() if branch is not None else None,
@@ -264,40 +268,34 @@ def _add_gated_backward(
         *shares,
         **_constants(grad_total),
     )
-    if sums is None:
-        return grad_gate, grad_branch, grad_bias, grad
-    entries, grad_bias = _add_pieces(sums, bias_sums, gate, bias, shares)
-    return entries[0], grad_branch, grad_bias, grad
+    if sums is not None:
+        _add_pieces(sums, bias_sums, grad_gate[None], grad_bias, shares)
+    return grad_gate, grad_branch, grad_bias, grad
 
 
-def _empty_sums(
-    entry: Tensor, kinds: int, bias: Tensor | None, shares: _Shares
-) -> tuple[Tensor, Tensor | None]:
-    """For the sums of pieces ``[P, kinds, C]``, and for those of programs, of the bias."""
-    wide, width = torch.promote_types(entry.dtype, torch.float32), entry.shape[-1]
-    sums = entry.new_empty(shares.programs + shares.local_entries, kinds, width, dtype=wide)
-    if bias is None:
+def _empty_sums(total: Tensor, grad_bias: Tensor, shares: _Shares) -> tuple[Tensor, Tensor | None]:
+    """For the sums of pieces ``[P, kinds, C]``, and for the bias, if any, the sums of programs."""
+    wide, width = torch.promote_types(total.dtype, torch.float32), total.shape[-1]
+    pieces = shares.programs + shares.local_entries
+    sums = total.new_empty(pieces, len(total), width, dtype=wide)
+    if not grad_bias.numel():
         return sums, None
-    return sums, entry.new_empty(shares.programs, width, dtype=wide)
+    return sums, total.new_empty(shares.programs, width, dtype=wide)
 
 
 def _add_pieces(
-    sums: Tensor, bias_sums: Tensor | None, entry: Tensor, bias: Tensor | None, shares: _Shares
-) -> tuple[Tensor, Tensor]:
-    """The gradients of entries ``[kinds, b, 1 or n, 1 or L, C]``, and of the bias, empty without
-    one."""
+    sums: Tensor, bias_sums: Tensor | None, total: Tensor, grad_bias: Tensor, shares: _Shares
+) -> None:
+    """Write the gradients of entries, ``[kinds, b, 1 or n, 1 or L, C]``, and of the bias."""
     kinds, width = sums.shape[1:]
-    total = entry.new_empty(kinds, *entry.shape)
-    grad_bias = entry.new_empty(0) if bias is None else torch.empty_like(bias)
-
-    entries = entry.numel() // width
-    grid = (triton.cdiv(width, COLUMNS) * (kinds * entries + (bias is not None)),)
+    rows = total.numel() // width
+    grid = (triton.cdiv(width, COLUMNS) * (rows + (bias_sums is not None)),)
     add_pieces_kernel[grid](
         sums,
         bias_sums,
         total,
         grad_bias,
-        entries,
+        rows // kinds,
         shares.programs,
         *shares,
         KINDS=kinds,
@@ -305,37 +303,20 @@ def _add_pieces(
         ROWS=ROWS,
         COLUMNS=COLUMNS,
     )
-    return total, grad_bias
 
 
-def _fake_norm_modulate(
-    x: Tensor,
-    branch: Tensor | None,
-    bias: Tensor | None,
-    shift: Tensor,
-    scale: Tensor,
-    first: int,
-    rows: int,
-) -> tuple[Tensor, Tensor]:
+def _fake_norm_modulate(x: Tensor, branch: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return _like(x, 0) if branch is None else _like(x), _like(x)
 
 
 def _fake_norm_modulate_backward(
-    total: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    grad_total: Tensor,
-    grad_modulated: Tensor,
-    first: int,
-    rows: int,
+    total: Tensor, scale: Tensor, bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_bias = _like(scale, 0) if bias is None else _like(bias)
     return _like(total), _like(scale, 2, *scale.shape), grad_bias
 
 
-def _fake_add_gated(
-    x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, first: int, rows: int
-) -> Tensor:
+def _fake_add_gated(x: Tensor, *_: Any) -> Tensor:
     return _like(x)
 
 
@@ -345,8 +326,7 @@ def _fake_add_gated_backward(
     bias: Tensor | None,
     grad_total: Tensor,
     other: Tensor | None,
-    first: int,
-    rows: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_gate = _like(gate, 0) if branch is None else _like(gate)
     grad_bias = _like(gate, 0) if bias is None else _like(bias)
@@ -391,12 +371,18 @@ class _NormModulate(torch.autograd.Function):
         grad, entries, grad_bias = norm_modulate_backward(
             total, scale, bias, grad_total, grad_modulated, *ctx.rows
         )
-        of_bias = None if bias is None else grad_bias
-        return grad, grad if ctx.adds else None, of_bias, *entries.unbind(), None, None
+        return (
+            grad,
+            grad if ctx.adds else None,
+            None if bias is None else grad_bias,
+            *entries.unbind(),
+            None,
+            None,
+        )
 
 
 class _AddGated(torch.autograd.Function):
-    """The gradient of x is that of the sum. With ``twice`` there are two, which backward adds."""
+    """The gradient of x is the gradient of the sum. With ``twice``, backward adds two of these."""
 
     @staticmethod
     def forward(
@@ -410,8 +396,11 @@ class _AddGated(torch.autograd.Function):
         twice: bool,
     ) -> Any:
         # A frozen gate and bias, as under LoRA, need no branch.
-        _, of_gate, _, of_bias, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(gate, *((branch, bias) if of_gate or of_bias else (None, None)))
+        _, gate_is_trained, _, bias_is_trained, *_ = ctx.needs_input_grad
+        if gate_is_trained or bias_is_trained:
+            ctx.save_for_backward(gate, branch, bias)
+        else:
+            ctx.save_for_backward(gate, None, None)
         ctx.rows = (first, rows)
         total = add_gated_forward(x, gate, branch, bias, first, rows)
         return (total, total.view_as(total)) if twice else total
@@ -424,50 +413,47 @@ class _AddGated(torch.autograd.Function):
         grad_gate, grad_branch, grad_bias, grad = add_gated_backward(
             gate, branch, bias, grad_total, other, *ctx.rows
         )
-        of_x = grad_total if other is None else grad
-        of_gate = None if branch is None else grad_gate
-        of_bias = None if bias is None else grad_bias
-        return of_x, of_gate, grad_branch, of_bias, None, None, None
+        return (
+            grad_total if other is None else grad,
+            None if branch is None else grad_gate,
+            grad_branch,
+            None if bias is None else grad_bias,
+            None,
+            None,
+            None,
+        )
 
 
 def norm_modulate(
     x: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference/modulation.py``."""
-    return _NormModulate.apply(x, None, None, shift, scale, *_numbers(part))
+    """See ``kernels/modulation.py``."""
+    return add_norm_modulate(x, None, shift, scale, part)
 
 
 def add_norm_modulate(
     x: Tensor,
-    branch: Tensor,
+    branch: Tensor | None,
     shift: Tensor,
     scale: Tensor,
     part: Part | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference/modulation.py``."""
+    """See ``kernels/modulation.py``."""
     return _NormModulate.apply(x, branch, bias, shift, scale, *_numbers(part))
 
 
 def add_gated(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """See ``reference/modulation.py``."""
+    """See ``kernels/modulation.py``."""
     return _AddGated.apply(x, gate, branch, bias, *_numbers(part), False)
 
 
 def add_gated_twice(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference/modulation.py``."""
+    """See ``kernels/modulation.py``."""
     return _AddGated.apply(x, gate, branch, bias, *_numbers(part), True)
 
 

@@ -1,10 +1,10 @@
 """Kernels of LayerNorm, modulation and residual connections; see ``modulation.py``.
 
-A rank's tokens are numbered in the order of the modulation's entries: those that share an entry
+A rank's tokens are numbered in the order of the modulation's entries: tokens with the same entry
 follow each other. A program works on consecutive ones, in pieces that share an entry, which is
-read once. In backward it sums the gradients of an entry over each piece in registers, and those of
-the branch's bias over all of them; a second kernel adds up pieces and programs. Both add in a fixed
-order, without atomics.
+read once. In backward it sums the gradients of an entry over each piece in registers, and the
+gradient of the branch's bias over all of them; a second kernel adds up pieces and programs. Both
+add in a fixed order, without atomics.
 
 Tokens that come from the other layout, and their gradients, are read where they lie: transposed.
 """
@@ -31,62 +31,65 @@ GRAD_STEPS = ("grad_row", "grad_token")
 
 
 @triton.jit
-def _program_tokens(program, counts):
+def _program_tokens(program, tokens, large_programs, large, small):
     """The first token of a program, and the end."""
-    length, _, _, _, local_rows, large_programs, large, small = counts
     before = tl.minimum(program, large_programs)
     begin = before * large + (program - before) * small
     size = tl.where(program < large_programs, large, small)
-    return begin, tl.minimum(begin + size, length * local_rows)
+    return begin, tl.minimum(begin + size, tokens)
 
 
 @triton.jit
-def _program_at(token, counts):
+def _program_at(token, large_programs, large, small):
     """The program that works on a token."""
-    _, _, _, _, _, large_programs, large, small = counts
     after_large = token - large_programs * large
     return tl.where(after_large < 0, token // large, large_programs + after_large // small)
 
 
 @triton.jit
-def _entry_tokens(entry, counts):
-    """The tokens of an entry: the first local row, the first token in each row, the number of the
-    first of them, and their count."""
-    length, shared_rows, shared_length, first, local_rows, _, _, _ = counts
-    entries_of_row = length // shared_length
+def _row_group(group, layout):
+    """The first local row of rows that share entries, and how many of their tokens share each."""
+    _, shared_rows, shared_length, first, local_rows = layout
 
-    # Of the rows that share the entry, some may come before the local ones or after them.
-    row = entry // entries_of_row * shared_rows - first
-    begin_row, end_row = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
-    count = tl.maximum(end_row - begin_row, 0) * shared_length
-
-    place = entry % entries_of_row
-    return begin_row, place * shared_length, begin_row * length + place * count, count
+    # Some of the rows may come before the local ones, or after them.
+    row = group * shared_rows - first
+    begin, end = tl.maximum(row, 0), tl.minimum(row + shared_rows, local_rows)
+    return begin, tl.maximum(end - begin, 0) * shared_length
 
 
 @triton.jit
-def _piece(begin, end, counts):
+def _entry_tokens(entry, layout):
+    """The first token of an entry, and the count of its tokens."""
+    length, _, shared_length, _, _ = layout
+    entries_of_row = length // shared_length
+    row, count = _row_group(entry // entries_of_row, layout)
+    return row * length + entry % entries_of_row * count, count
+
+
+@triton.jit
+def _piece(begin, end, layout):
     """The tokens from ``begin`` to ``end`` that share an entry with the first of them.
 
     Returns:
-        The entry, its first local row and its first token in each row, and which of its tokens the
-        piece has: from a number to another one.
+        The entry, its first local row and its first token in each row, its first token, and the
+        end of the piece.
     """
-    length, shared_rows, shared_length, first, _, _, _, _ = counts
-    row_entry = (begin // length + first) // shared_rows * (length // shared_length)
-    _, _, row_begin, count = _entry_tokens(row_entry, counts)
-    entry = row_entry + (begin - row_begin) // count
+    length, shared_rows, shared_length, first, _ = layout
+    group = (begin // length + first) // shared_rows
+    row, count = _row_group(group, layout)
 
-    row, token, entry_begin, _ = _entry_tokens(entry, counts)
+    place = (begin - row * length) // count
+    entry = group * (length // shared_length) + place
+    entry_begin = row * length + place * count
     stop = tl.minimum(entry_begin + count, end)
-    return entry.to(tl.int64), row, token, entry_begin, stop
+    return entry.to(tl.int64), row, place * shared_length, entry_begin, stop
 
 
 @triton.jit
-def _sums_row(program, entry, counts):
+def _sums_row(program, entry, layout):
     """The row for the sums of a piece. From one piece to the next, the program or the entry or both
     go up by one: no two pieces share a row, and rows of an entry follow each other."""
-    length, shared_rows, shared_length, first, _, _, _, _ = counts
+    length, shared_rows, shared_length, first, _ = layout
     return program + entry - first // shared_rows * (length // shared_length)
 
 
@@ -106,7 +109,7 @@ def _normalize(row, inside, WIDTH: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _bias(bias, columns, inside, WIDE: tl.constexpr):
-    """What is added to each token of a branch: zeros without a bias."""
+    """The bias that is added to each token of a branch, or zeros."""
     if bias is None:
         return tl.zeros([columns.shape[0]], WIDE)
     else:
@@ -138,14 +141,16 @@ def norm_modulate_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    counts = (length, shared_rows, shared_length, first, local_rows, large_programs, large, small)
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     added = _bias(bias, columns, inside, WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), counts)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
-        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, counts)
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         place = entry * stride + columns
         offset = tl.load(shift + place, inside, 0).to(WIDE)
         factor = 1 + tl.load(scale + place, inside, 0).to(WIDE)
@@ -191,14 +196,16 @@ def norm_modulate_backward_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    counts = (length, shared_rows, shared_length, first, local_rows, large_programs, large, small)
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     grad_bias = tl.zeros([BLOCK], WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), counts)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
-        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, counts)
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         factor = 1 + tl.load(scale + entry * stride + columns, inside, 0).to(WIDE)
         grad_shift = tl.zeros([BLOCK], WIDE)
         grad_scale = tl.zeros([BLOCK], WIDE)
@@ -223,7 +230,7 @@ def norm_modulate_backward_kernel(
             grad_bias += grad_x
             tl.store(grad + place, grad_x, inside)
 
-        place = _sums_row(tl.program_id(0), entry, counts) * 2 * WIDTH + columns
+        place = _sums_row(tl.program_id(0), entry, layout) * 2 * WIDTH + columns
         tl.store(sums + place, grad_shift, inside)
         tl.store(sums + place + WIDTH, grad_scale, inside)
         begin = stop
@@ -254,14 +261,16 @@ def add_gated_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    counts = (length, shared_rows, shared_length, first, local_rows, large_programs, large, small)
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     added = _bias(bias, columns, inside, WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), counts)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
-        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, counts)
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
 
         for number in range(begin - entry_begin, stop - entry_begin):
@@ -300,15 +309,17 @@ def add_gated_backward_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    counts = (length, shared_rows, shared_length, first, local_rows, large_programs, large, small)
+    layout = (length, shared_rows, shared_length, first, local_rows)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     added = _bias(bias, columns, inside, WIDE)
     grad_bias = tl.zeros([BLOCK], WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), counts)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
-        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, counts)
+        entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
         grad_gate = tl.zeros([BLOCK], WIDE)
 
@@ -329,7 +340,7 @@ def add_gated_backward_kernel(
             tl.store(grad_branch + place, scaled, inside)
 
         if sums is not None:
-            place = _sums_row(tl.program_id(0), entry, counts) * WIDTH + columns
+            place = _sums_row(tl.program_id(0), entry, layout) * WIDTH + columns
             tl.store(sums + place, grad_gate, inside)
         begin = stop
 
@@ -358,9 +369,9 @@ def add_pieces_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add up the sums of pieces for each kind and entry, and, in the last programs, those of
-    programs for the bias."""
-    counts = (length, shared_rows, shared_length, first, local_rows, large_programs, large, small)
+    """Add up the sums of pieces for each kind and entry, and, in the last programs, the sums of
+    backward's programs for the bias."""
+    layout = (length, shared_rows, shared_length, first, local_rows)
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
     number = tl.program_id(0) // tiles
@@ -368,11 +379,12 @@ def add_pieces_kernel(
 
     if number < KINDS * entries:
         kind, entry = number // entries, number % entries
-        _, _, begin, count = _entry_tokens(entry, counts)
-        start = _sums_row(_program_at(begin, counts), entry, counts)
+        begin, count = _entry_tokens(entry, layout)
+        start_program = _program_at(begin, large_programs, large, small)
+        last_program = _program_at(begin + count - 1, large_programs, large, small)
+        start = _sums_row(start_program, entry, layout)
         # Entries of other ranks have no tokens here, and no rows.
-        stop = _sums_row(_program_at(begin + count - 1, counts), entry, counts) + 1
-        stop = tl.where(count > 0, stop, start)
+        stop = tl.where(count > 0, start + last_program - start_program + 1, start)
         added = sum_rows(sums + kind * WIDTH, start, stop, KINDS * WIDTH, column, inside, ROWS)
         place = number.to(tl.int64) * WIDTH + column
         tl.store(total + place, added.to(total.dtype.element_ty), inside)

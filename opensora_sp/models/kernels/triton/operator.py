@@ -59,4 +59,4 @@ def opaque_operator(name: str, function: Function, fake: Function) -> Function:
 
 
 def _need_gradients(*args: Any) -> bool:
-    return any(isinstance(value, Tensor) and value.requires_grad for value in args)
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)

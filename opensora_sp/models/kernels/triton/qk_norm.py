@@ -3,8 +3,8 @@
 Both read queries and keys where the product of queries, keys and values left them, and values stay
 there. In activations of a token (C numbers): forward reads 2 and writes 2. Backward reads 5, the
 three gradients and the queries and keys, and writes 3, the gradient of the product. The product is
-kept for backward (3), beside the queries and keys that the attention keeps (2). Backward also sums
-the gradient of the bias of the linear layer that made the product.
+kept for backward (3), in addition to the queries and keys that the attention keeps (2). Backward
+also sums the gradient of the bias of the linear layer that made the product.
 
 They are not written over the product. Backward needs them as they were: dividing the weight out
 again fails where it is zero, and after the rotation a channel carries the rounding errors of its
@@ -31,7 +31,7 @@ MAX_PARTS = 528  # programs of backward: four for each multiprocessor of an H100
 def qk_norm(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.qk_norm.qk_norm``."""
+    """See ``kernels/qk_norm.py``."""
     return _QKNorm.apply(qkv, k_weight, q_weight, None, rotation, eps)
 
 
@@ -44,7 +44,7 @@ def linear_qk_norm(
     rotation: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.qk_norm.linear_qk_norm``."""
+    """See ``kernels/qk_norm.py``."""
     # The product adds the bias, which costs nothing. Its gradient comes from the norms' backward.
     qkv = F.linear(x, weight, bias.detach()).unflatten(-1, (3, -1, len(q_weight)))
     return _QKNorm.apply(qkv, k_weight, q_weight, bias, rotation, eps)
@@ -53,8 +53,8 @@ def linear_qk_norm(
 class _QKNorm(torch.autograd.Function):
     """Returns values as a view, which operators cannot, so that one gradient of ``qkv`` is made.
 
-    The weight of the keys comes first. Its gradient then comes before that of the queries, as from
-    the reference: ZeRO sums gradients in the order in which they come.
+    The weight of the keys comes first. Its gradient then comes before the queries' one, as from the
+    reference: ZeRO sums gradients in the order in which they come.
     """
 
     @staticmethod
@@ -113,8 +113,8 @@ def _backward(
     eps: float,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of ``qkv``, and those of the weights of queries and keys and, if ``has_bias``,
-    of the bias of ``qkv``, one after the other: ``[D + D + 3 * H * D]``."""
+    """The gradient of ``qkv``; and, in one tensor ``[D + D + 3 * H * D]``, the gradients of the
+    weights of queries and keys and, if ``has_bias``, of the bias of ``qkv``."""
     call = _arguments(qkv, rotation)
     qkv = qkv.contiguous()
     grad_qkv = torch.empty_like(qkv)
@@ -139,17 +139,8 @@ def _backward(
     return grad_qkv, sum_parts(sums, q_weight.dtype)
 
 
-def _fake_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    rotation: Tensor | None,
-    eps: float,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    _, _, _, qkv, q_weight, _, _, _, has_bias = args
     return qkv.new_empty(qkv.shape), q_weight.new_empty(_num_sums(qkv, has_bias))
 
 
@@ -228,8 +219,7 @@ def _forward_kernel(
     x *= _weights(q_weight, column, WIDTH, VECTORS, WIDE)
     y *= _weights(k_weight, column, WIDTH, VECTORS, WIDE)
     if rotation is not None:
-        place = token // length * row_step + token % length * position_step
-        at = _offsets(place, WIDTH, 0, column)
+        at = _offsets(_position(token, length, row_step, position_step), WIDTH, 0, column)
         cosine = tl.load(rotation + at, mask, other=0).to(WIDE)
         sine = tl.load(rotation + sine_step * WIDTH + at, mask, other=0).to(WIDE)
         x = _rotated(x, cosine, sine)
@@ -274,7 +264,6 @@ def _backward_kernel(
     k_weights = _weights(k_weight, column, WIDTH, VECTORS, WIDE)
     q_total = tl.zeros([VECTORS, BLOCK], WIDE)
     k_total = tl.zeros([VECTORS, BLOCK], WIDE)
-
     dq_total = tl.zeros([VECTORS, BLOCK], WIDE)
     dk_total = tl.zeros([VECTORS, BLOCK], WIDE)
     dv_total = tl.zeros([VECTORS, BLOCK], WIDE)
@@ -293,8 +282,7 @@ def _backward_kernel(
         dv = tl.load(grad_v + _offsets(token, v_step, head, column), mask, other=0)
 
         if rotation is not None:
-            place = token // length * row_step + token % length * position_step
-            at = _offsets(place, WIDTH, 0, column)
+            at = _offsets(_position(token, length, row_step, position_step), WIDTH, 0, column)
             cosine = tl.load(rotation + at, mask, other=0).to(WIDE)
             sine = tl.load(rotation + sine_step * WIDTH + at, mask, other=0).to(WIDE)
             # Back: the transpose of a rotation is its inverse.
@@ -322,18 +310,31 @@ def _backward_kernel(
     tl.store(part + column, tl.sum(q_total, 0), column < WIDTH)
     tl.store(part + WIDTH + column, tl.sum(k_total, 0), column < WIDTH)
     if HAS_BIAS:
-        head = tl.arange(0, PADDED) * WIDTH
-        inside = (head < HEADS * WIDTH)[:, None] & (column < WIDTH)[None, :]
-        place = part + 2 * WIDTH + head[:, None] + column[None, :]
-        tl.store(place, _over_tokens(dq_total, TOKENS), inside)
-        tl.store(place + HEADS * WIDTH, _over_tokens(dk_total, TOKENS), inside)
-        tl.store(place + 2 * HEADS * WIDTH, _over_tokens(dv_total, TOKENS), inside)
+        _store_bias(part + 2 * WIDTH, dq_total, dk_total, dv_total, HEADS, WIDTH, TOKENS)
+
+
+@triton.jit
+def _store_bias(part, dq, dk, dv, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+    """Sums over the tokens of tiles ``[TOKENS * heads, BLOCK]``, for the biases of q, k and v."""
+    head = tl.arange(0, dq.shape[0] // TOKENS) * WIDTH
+    column = tl.arange(0, dq.shape[1])
+    inside = (head < HEADS * WIDTH)[:, None] & (column < WIDTH)[None, :]
+    place = part + head[:, None] + column[None, :]
+    tl.store(place, _over_tokens(dq, TOKENS), inside)
+    tl.store(place + HEADS * WIDTH, _over_tokens(dk, TOKENS), inside)
+    tl.store(place + 2 * HEADS * WIDTH, _over_tokens(dv, TOKENS), inside)
 
 
 @triton.jit
 def _over_tokens(total, TOKENS: tl.constexpr):
     """Sums of a tile ``[TOKENS * heads, BLOCK]`` over its tokens."""
     return tl.sum(total.reshape([TOKENS, total.shape[0] // TOKENS, total.shape[1]]), 0)
+
+
+@triton.jit
+def _position(token, length, row_step, position_step):
+    """The vector of a token in the table of rotations."""
+    return token // length * row_step + token % length * position_step
 
 
 @triton.jit
@@ -360,7 +361,7 @@ def _normed(x, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm_gradient(grad, x, eps, WIDTH: tl.constexpr):
-    """The gradient of x, from that of ``x / rms``."""
+    """The gradient of x, from the gradient of ``x / rms``."""
     inverse = _inverse_rms(x, eps, WIDTH)
     normed = x * inverse
     mean = tl.sum(grad * normed, 1)[:, None] / WIDTH

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.short_rows import HEAD_WIDTHS, LENGTHS
 from ..selection import INTERPRETED
+from ..short_rows import HEAD_WIDTHS, LENGTHS
 from .operator import opaque_operator
 
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
@@ -40,7 +40,7 @@ def _product(a, b):
         # Only interpreted, in tests: dots take no float64.
         product = tl.sum(a[:, :, :, None] * b[:, None, :, :], axis=2)
     elif a.dtype == tl.float32:
-        # Triton 3.1 has no batched dots in float32; P is 1.
+        # Without batches; P is 1.
         a = tl.reshape(a, a.shape[1], a.shape[2])
         b = tl.reshape(b, b.shape[1], b.shape[2])
         product = tl.dot(a, b, input_precision="ieee")[None, :, :]
@@ -207,30 +207,28 @@ def _short_rows_backward(
 
 
 def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See ``reference/short_rows.py``."""
+    """See ``kernels/short_rows.py``."""
     return _ShortRows.apply(q, k, v)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = _fake(q, k, v)
+    out = _fake(q)
     _launch(_short_rows_forward, (q, k, v), (out,))
     return out
 
 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _fake_backward(grad_out, q, k, v)
+    grads = _fake_backward(grad_out)
     _launch(_short_rows_backward, (grad_out, q, k, v), grads)
     return grads
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _fake(q: Tensor, *_: Tensor) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _fake_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake(q, k, v), _fake(q, k, v), _fake(q, k, v)
+def _fake_backward(grad_out: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake(grad_out), _fake(grad_out), _fake(grad_out)
 
 
 def _launch(kernel: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -266,8 +264,7 @@ def _constants(length: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     low = max(16, triton.next_power_of_2(width) // 2)
     high = max(16, triton.next_power_of_2(max(1, width - low)))
 
-    # A warp for each pair, or two where registers of one would not suffice. Never more pairs than
-    # warps: Triton 3.1 prints an error for such batched dots and drops products.
+    # A warp for each pair, or two where registers of one would not suffice.
     pairs, warps = (4, 4) if padded * (low + high) <= 32 * 80 else (2, 4)
     if dtype == torch.float32:
         pairs, warps = 1, 8

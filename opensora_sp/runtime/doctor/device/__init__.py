@@ -1,4 +1,4 @@
-"""``opensora-sp doctor --device``: results of this host's GPUs compared with those of a CPU."""
+"""``opensora-sp doctor --device``: results of this host's GPUs compared with a CPU's."""
 
 from .findings import Finding, Setup
 from .run import CHECKS, Examination, examine_device, setup_for

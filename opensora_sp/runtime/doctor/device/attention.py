@@ -20,7 +20,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], Lengths | None]] = {
 }
 
 # Kernels in bf16 round the softmax's weights, the output and each gradient once or twice to 8 bits
-# (at most 0.4 % each); in fp32 what is left is the order of sums of 131 terms.
+# (at most 0.4 % each); in fp32 the order of sums remains of 131 terms.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
@@ -50,11 +50,11 @@ def _max_error(backend: str, dtype: torch.dtype, shape: str, setup: Setup) -> fl
     q, k, v, weights = (torch.randn(size, generator=draw).to(dtype) for _ in range(4))
 
     def run(device: torch.device, dtype: torch.dtype, backend: str) -> list[Tensor]:
-        inputs = [one.to(device, dtype).requires_grad_() for one in (q, k, v)]
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
         output = attention(*inputs, lengths=lengths, backend=backend)
         return [output, *torch.autograd.grad(output, inputs, weights.to(device, dtype))]
 
-    found = run(setup.device, dtype, backend)
+    results = run(setup.device, dtype, backend)
     exact = run(torch.device("cpu"), torch.float64, "reference")
-    errors = [relative_error(*pair) for pair in zip(found, exact, strict=True)]
+    errors = [relative_error(*pair) for pair in zip(results, exact, strict=True)]
     return torch.tensor(errors).max().item()

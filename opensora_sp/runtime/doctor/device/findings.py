@@ -72,10 +72,10 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; numbers that JSON lacks (NaN, infinity) become text."""
-        found = asdict(self) | {"verdict": self.verdict}
+        fields = asdict(self) | {"verdict": self.verdict}
         if self.got is not None and not math.isfinite(self.got):
-            found["got"] = str(self.got)
-        return found
+            fields["got"] = str(self.got)
+        return fields
 
 
 def relative_error(ours: Tensor, exact: Tensor, floor: float = 0.0) -> float:

@@ -17,7 +17,7 @@ SIZES = Sizes(width=1152, heads=16, hidden=4608)
 
 
 def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
-    """The worst value or gradient of a kernel in each dtype, in multiples of what is rounding."""
+    """The worst value or gradient of a kernel in each dtype, in multiples of rounding."""
     if setup.device.type != "cuda":
         yield Finding.skip(f"kernel {name}", "Triton compiles for GPUs")
         return
@@ -26,18 +26,19 @@ def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
         return
 
     use_triton_cache()
-    # That of a 16-bit dtype compares in float32, too.
-    found = {one.result: one for one in verify_kernel(name, SIZES, torch.bfloat16, setup.device)}
+    # In bfloat16, which compares in float32, too.
+    compared = verify_kernel(name, SIZES, torch.bfloat16, setup.device)
+    differences = {difference.result: difference for difference in compared}
     for dtype in ("float32", "bfloat16"):
         in_float32 = dtype == "float32"
         ratios = {
-            result: one.error / one.bound
-            for result, one in found.items()
+            result: difference.error / difference.bound
+            for result, difference in differences.items()
             if result.endswith(" in float32") == in_float32
         }
         worst, result = largest_of(ratios)
         label = f"kernel {name}, {dtype}"
-        yield Finding(label, worst, 1.0, "x rounding", note=str(found[result]))
+        yield Finding(label, worst, 1.0, "x rounding", note=str(differences[result]))
 
 
 KERNEL_CHECKS = {f"kernel {name}": partial(check_kernel, name) for name in kernel_names()}

@@ -68,15 +68,15 @@ def copy_to(
     kept = {"timestep", *model.sample_inputs}
     wide = torch.promote_types(dtype, torch.float32)
 
-    def moved(name: str, value: Any) -> Any:
+    def moved(name: str, argument: Any) -> Any:
         # The host reads the lengths of texts from the mask.
-        if not isinstance(value, Tensor) or name == "mask":
-            return value
-        if not value.is_floating_point():
-            return value.to(device)
-        return value.to(device, wide if name in kept else dtype)
+        if not isinstance(argument, Tensor) or name == "mask":
+            return argument
+        if not argument.is_floating_point():
+            return argument.to(device)
+        return argument.to(device, wide if name in kept else dtype)
 
-    copied = {name: moved(name, value) for name, value in inputs.items()}
+    copied = {name: moved(name, argument) for name, argument in inputs.items()}
     return copy.deepcopy(model).to(device, dtype), copied
 
 
@@ -91,24 +91,24 @@ def check_model(name: str, setup: Setup) -> Iterator[Finding]:
     for dtype, min_error in MIN_ERROR.items():
         expected = step_errors(step(*copy_to(cpu, dtype, *rounded)), exact)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            found = step_errors(step(*copy_to(setup.device, dtype, *rounded)), exact)
+            errors = step_errors(step(*copy_to(setup.device, dtype, *rounded)), exact)
 
         label = f"{name}, {str(dtype).removeprefix('torch.')}"
-        ratios = {key: error / max(min_error, expected[key]) for key, error in found.items()}
-        output = found.pop(OUTPUT)
+        ratios = {key: error / max(min_error, expected[key]) for key, error in errors.items()}
+        output = errors.pop(OUTPUT)
         note = f"relative error {output:.1e}"
         yield Finding(f"{label}: output", ratios.pop(OUTPUT), MAX_RATIO, "x CPU's", note=note)
 
         worst, parameter = largest_of(ratios)
         note = (
-            f"{parameter}: relative error {found[parameter]:.1e}, {expected[parameter]:.1e} on CPU"
+            f"{parameter}: relative error {errors[parameter]:.1e}, {expected[parameter]:.1e} on CPU"
         )
         yield Finding(f"{label}: {len(ratios)} gradients", worst, MAX_RATIO, "x CPU's", note=note)
 
 
-def step_errors(found: Step, exact: Step) -> dict[str, float]:
+def step_errors(result: Step, exact: Step) -> dict[str, float]:
     """Relative errors by name: of the output, and of each gradient."""
-    return {OUTPUT: relative_error(found[0], exact[0]), **relative_errors(found[1], exact[1])}
+    return {OUTPUT: relative_error(result[0], exact[0]), **relative_errors(result[1], exact[1])}
 
 
 def check_compiled(setup: Setup) -> Iterator[Finding]:
@@ -119,12 +119,12 @@ def check_compiled(setup: Setup) -> Iterator[Finding]:
 
     # Inductor would take a minute to compile code that only a GPU runs.
     compile_blocks(model, backend="aot_eager" if setup.small else "inductor")
-    found = step(model, inputs)
+    output, gradients = step(model, inputs)
 
     # Compiled code rounds less often: fused operators keep fp32 between them.
     bound = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
-    yield Finding("compiled blocks: output", relative_error(found[0], expected[0]), bound)
-    worst, parameter = largest_of(relative_errors(found[1], expected[1]))
+    yield Finding("compiled blocks: output", relative_error(output, expected[0]), bound)
+    worst, parameter = largest_of(relative_errors(gradients, expected[1]))
     yield Finding("compiled blocks: gradients", worst, bound, note=f"worst: {parameter}")
 
 

@@ -51,7 +51,7 @@ def check_strategies(setup: Setup) -> Iterator[Finding]:
 
     mesh = SequenceMesh(ranks)
     model, inputs = copy_to(setup.device, torch.float32, *small_model(REFERENCE, setup))
-    inputs = {n: value[:1] if isinstance(value, Tensor) else value for n, value in inputs.items()}
+    inputs = _sample(inputs, 0)
     model.set_grad_checkpoint(True)
     for name, options in STRATEGIES.items():
         parallelize(model, mesh, **options)
@@ -76,21 +76,21 @@ def check_zero(setup: Setup) -> Iterator[Finding]:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in trained.items()}
         expected = _updates(before, _plain_step(copy.deepcopy(model), inputs))
-        found = _updates(before, _zero_step(model, inputs, stage))
-        worst, name = largest_of(relative_errors(found, expected))
+        updates = _updates(before, _zero_step(model, inputs, stage))
+        worst, name = largest_of(relative_errors(updates, expected))
         label = f"ZeRO {stage}, {dist.get_world_size()} ranks"
         yield Finding(label, worst, ZERO_BOUND, note=f"worst: {name}")
 
 
 def _updates(before: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     after = dict(model.named_parameters())
-    return {name: (after[name].detach() - one).cpu() for name, one in before.items()}
+    return {name: (after[name].detach() - before[name]).cpu() for name in before}
 
 
 def _sample(inputs: dict[str, Any], rank: int) -> dict[str, Any]:
     """A rank's sample: one of the two in the batch, with latents that differ between ranks."""
-    one = {n: v[rank % 2][None] if isinstance(v, Tensor) else v for n, v in inputs.items()}
-    return one | {"x": one["x"] * (1.0 + 0.1 * rank)}
+    sample = {n: v[rank % 2][None] if isinstance(v, Tensor) else v for n, v in inputs.items()}
+    return sample | {"x": sample["x"] * (1.0 + 0.1 * rank)}
 
 
 def _loss(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -183,10 +183,10 @@ def _run_checks(rank: int, setup: Setup, store: str, results: Any) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(backend, store, rank=rank, world_size=setup.num_ranks)
 
-    own = Setup(device, setup.num_ranks, setup.small)
+    rank_setup = Setup(device, setup.num_ranks, setup.small)
     for name, check in RANK_CHECKS.items():
         try:
-            for finding in check(own):
+            for finding in check(rank_setup):
                 if rank == 0:
                     results.put(finding)
         # The next check still runs; if other ranks hang, TIMEOUT ends them.

@@ -82,15 +82,15 @@ def examine_device(
     Args:
         report: called with what was found so far, after each finding, which is the last.
     """
-    found = Examination(setup.name)
+    examination = Examination(setup.name)
     for name, check in CHECKS.items():
         start = time.perf_counter()
         for finding in _findings(name, check, setup):
-            found.findings.append(finding)
-            found.seconds[name] = round(time.perf_counter() - start, 2)
-            report(found)
-    found.complete = True
-    return found
+            examination.findings.append(finding)
+            examination.seconds[name] = round(time.perf_counter() - start, 2)
+            report(examination)
+    examination.complete = True
+    return examination
 
 
 def _findings(

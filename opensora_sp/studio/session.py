@@ -26,18 +26,16 @@ from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
-
-from .outputs import fingerprint, with_digests
-from .pipeline import Pipeline
-from .placement import free_memory, place_encoders
-from .process_groups import choose_groups
-from .requests import Request
-from .run import build_pipeline, opened_adapters, verify_parts, write_batch
+from opensora_sp.sampling.outputs import with_digests
+from opensora_sp.sampling.pipeline import Pipeline
+from opensora_sp.sampling.process_groups import choose_groups, free_memory, place_encoders
+from opensora_sp.sampling.requests import Request
+from opensora_sp.sampling.run import build_pipeline, verified_digest, write_batch
 
 logger = logging.getLogger(__name__)
 # Previews take at most about this part of the time, and have at most so many pixels a side.
 PREVIEW_SHARE, PREVIEW_SIDE = 0.1, 320
-# Keys of a config by which the model and its encoders are loaded, beside the path of the weights.
+# Keys of a config, in addition to the path of the weights, that decide which model is loaded.
 LOADED = {"model", "vae", "text_encoder", "precision", "use_ema", "convert", "lora", "kernels"}
 LOADED |= {"compile", "sequence_parallel", "cost_model"}
 UNWRITTEN = (
@@ -67,8 +65,10 @@ class Work:
         """Raises OSError where a file has been removed meanwhile."""
         parts = [weights, *(Path(parse_source(source)[0]) for source in cfg.lora)]
         files = sum(map(weight_files, parts), list[Path]())
-        found = [(str(file), file.stat()) for file in files]
-        versions = [(name, one.st_mtime_ns, one.st_size, one.st_ino) for name, one in found]
+        versions = []
+        for file in files:
+            status = file.stat()
+            versions.append((str(file), status.st_mtime_ns, status.st_size, status.st_ino))
         return cls(cfg, request, weights, str(versions))
 
 
@@ -107,14 +107,11 @@ class Session:
         with on_rank_0("reading the references") as is_rank_0:
             # Rank 0 writes the video and its JSON.
             batch = with_digests([work.request]) if is_rank_0 else [work.request]
-        if is_rank_0:
-            pipeline.warn_of_truncation(batch)
-
         steps = _Steps(self, pipeline, work.request.size)
         answer: tuple[str, ...] = ("cancelled",)
         with suppress(RequestCancelledError):
             folder = Path(work.cfg.outputs)
-            parts = pipeline.looped(batch, edit_step=steps.after)
+            parts = pipeline.looped(batch, on_step=steps.after)
 
             errors = list[str]()
             try:
@@ -140,14 +137,13 @@ class Session:
 
         # Memory for two models would not be there.
         self._loaded = None
+        # Modules with hooks are in cycles.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         with on_rank_0("checking the weights") as is_rank_0:
             if is_rank_0:
-                adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
-                verify_parts(weights, adapters)
-                digest = fingerprint(weights, adapters)
+                digest = verified_digest(cfg, weights)
 
         placed = None
         if self.device.type == "cuda":
@@ -167,8 +163,8 @@ class _Steps:
         self.done, self.total = 0, pipeline.cfg.loop * pipeline.flow.num_sampling_steps
         self.next_preview = 0.0
 
-    def after(self, number: int, t: Tensor, latents: Tensor) -> Tensor:
-        """Raises RequestCancelledError, on all ranks after the same step. Collective."""
+    def after(self, number: int, t: Tensor, latents: Tensor) -> None:
+        """Raise RequestCancelledError, on all ranks after the same step. Collective."""
         mesh, pipe, device = self.session.mesh, self.session.pipe, self.session.device
         self.done += 1
         is_cancelled = torch.zeros((), device=device)
@@ -180,13 +176,13 @@ class _Steps:
             dist.broadcast(is_cancelled, src=0)
         if is_cancelled.item():
             raise RequestCancelledError
-        return latents
 
     def preview(self, latents: Tensor) -> bytes:
         """A PNG of the middle latent frame of ``[1, c, f, h, w]``; b"" soon after the last one.
 
         Nor after one that failed, for example for lack of memory: the video is still finished.
         """
+        # The first step has a preview at once.
         since = time.perf_counter()
         if since < self.next_preview:
             return b""

@@ -1,4 +1,4 @@
-"""Guidance of Open-Sora 1.3: by text and by conditioning frames, each with its own scale.
+"""Guidance by text (Ho & Salimans, 2022), and by conditioning frames as in Open-Sora 1.3.
 
 With conditioning frames a step predicts three times: with caption and frames, with the frames
 alone and with neither. The result is ``neither + s_image (frames - neither) + s_text (both -
@@ -16,10 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .process import per_sample
+from .process import DiffusionProcess, Prediction, per_sample
 
 # Of the flaw fix: the share that is scaled to the deviation of the conditional prediction.
 RESCALED = 0.7
+
+
+def predictions_per_step(process: DiffusionProcess, *, by_frames: bool) -> int:
+    """Predictions that a sampling step makes of each sample: by how much guidance enlarges a batch.
+
+    Args:
+        by_frames: whether conditioning frames guide (``guidance.py``). This takes three,
+            whatever the scales; guidance by text alone takes two, and a ``cfg_scale`` of 1 one.
+    """
+    if by_frames:
+        return 3
+    return 1 if process.cfg_scale == 1 else 2
+
+
+def unguided(model: Callable[..., Tensor], **inputs: Any) -> Prediction:
+    """The conditional prediction alone: guidance of scale 1 at half the cost."""
+    return lambda x, t, x_mask: model(x, t, x_mask=x_mask, **inputs).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -49,12 +66,12 @@ class ConditioningFrames:
         return dict(cond=cond, cond_mask=mask, mask_index=sorted(set(self.index)))
 
     def guided_inputs(self) -> dict[str, Any]:
-        """``inputs`` for the batch of three of ``image_guided``."""
-        own = self.inputs()
-        cond, mask = own["cond"], own["cond_mask"]
-        return own | dict(
-            cond=torch.cat([cond, cond, torch.zeros_like(cond)]), cond_mask=torch.cat([mask] * 3)
-        )
+        """``inputs`` for the batch of three of ``Guidance``."""
+        inputs = self.inputs()
+        cond, mask = inputs["cond"], inputs["cond_mask"]
+        inputs["cond"] = torch.cat([cond, cond, torch.zeros_like(cond)])
+        inputs["cond_mask"] = torch.cat([mask] * 3)
+        return inputs
 
     def replaced(self, z: Tensor, noised: Tensor) -> Tensor:
         """z with the frames of ``noised`` in place of the conditioning frames."""
@@ -63,93 +80,59 @@ class ConditioningFrames:
         return z
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scales:
-    """Guidance scales of each step.
-
-    Attributes:
-        text, image: the full scales.
-        text_oscillates, image_oscillates: guide by 1 in every second step, from ``force_num`` on.
-        image_start: weight of the first frame, from which that of the image rises linearly to the
-            last frame; its upper end falls to ``image_start`` over the steps. None is one weight
-            for all frames and steps.
-        num_steps: number of steps.
-    """
-
-    text: float
-    image: float
-    text_oscillates: bool = False
-    image_oscillates: bool = False
-    force_num: int = 10
-    image_start: float | None = None
-    num_steps: int = 1
-
-    def text_at(self, step: int) -> float:
-        """The scale of the caption."""
-        return self._oscillating(self.text, step) if self.text_oscillates else self.text
-
-    def image_at(self, step: int, num_frames: int) -> list[float]:
-        """The scale of the conditioning frames, for each frame."""
-        upper = self._oscillating(self.image, step) if self.image_oscillates else self.image
-        start = self.image_start
-        if start is None or upper <= start:
-            return [upper] * num_frames
-
-        upper -= (upper - start) * step / max(1, self.num_steps - 1)
-        return [start + (upper - start) * i / max(1, num_frames - 1) for i in range(num_frames)]
-
-    def _oscillating(self, scale: float, step: int) -> float:
-        return scale if step < self.force_num or step % 2 == 0 else 1.0
-
-
 class Guidance:
     """A guided prediction that counts its calls: one object for the steps of one sampling.
 
     Args:
         model: called as ``model(x, t, **inputs)`` on the doubled batch, conditional half first, or
-            with ``by_image`` on the batch of three: caption and frames, frames, neither.
-        scales: of each step.
-        by_image: whether frames guide as well.
-        flaw_fix: whether guidance by text keeps the deviation of the conditional prediction
+            with ``image_scales`` on the batch of three: caption and frames, frames, neither.
+        text_scale: of a step, counted from 0; 1 is the conditional prediction alone.
+        image_scales: of a step and each of so many frames; None if only the text guides.
+        channels: number of output channels that are guided, by default as many as of x. Further
+            ones, such as a learned variance, are taken from the conditional part.
+        flaw_fix: guidance by text keeps the deviation of the conditional prediction
             (``fix_flaws``).
-        inputs: further model inputs for that batch.
+        inputs: further model inputs for that batch, such as ``drop_caption``.
     """
 
     def __init__(
         self,
         model: Callable[..., Tensor],
-        scales: Scales,
+        text_scale: Callable[[int], float],
+        image_scales: Callable[[int, int], list[float]] | None = None,
         *,
-        by_image: bool,
+        channels: int | None = None,
         flaw_fix: bool = False,
         **inputs: Any,
     ) -> None:
-        self.model, self.scales, self.inputs = model, scales, inputs
-        self.by_image, self.flaw_fix = by_image, flaw_fix
+        self.model, self.inputs = model, inputs
+        self.text_scale, self.image_scales = text_scale, image_scales
+        self.channels, self.flaw_fix = channels, flaw_fix
         self.step = 0
 
     def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
-        """The guided prediction ``[B, c, F, h, w]``."""
-        copies = 3 if self.by_image else 2
+        """The guided prediction ``[B, C_out, F, h, w]``."""
+        copies = 2 if self.image_scales is None else 3
         mask = None if x_mask is None else torch.cat([x_mask] * copies)
         out = self.model(
             torch.cat([x] * copies), torch.cat([t] * copies), x_mask=mask, **self.inputs
         )
-        predictions = out[:, : x.shape[1]].to(x.dtype).chunk(copies)
-
-        combine = self._by_image if self.by_image else self._by_text
-        guided = combine(*predictions)
+        # In the dtype of the latents: differences of bf16 predictions would lose digits.
+        guided, further = out.to(x.dtype).tensor_split([self.channels or x.shape[1]], dim=1)
+        combine = self._by_text if self.image_scales is None else self._by_image
+        combined = combine(*guided.chunk(copies))
         self.step += 1
-        return guided
+        return torch.cat([combined, further[: len(x)]], dim=1)
 
     def _by_text(self, both: Tensor, neither: Tensor) -> Tensor:
-        guided = neither + self.scales.text_at(self.step) * (both - neither)
+        guided = neither + self.text_scale(self.step) * (both - neither)
         return fix_flaws(guided, both) if self.flaw_fix else guided
 
     def _by_image(self, both: Tensor, frames: Tensor, neither: Tensor) -> Tensor:
-        scales = self.scales.image_at(self.step, both.shape[2])
+        assert self.image_scales is not None
+        scales = self.image_scales(self.step, both.shape[2])
         image_scale = both.new_tensor(scales)[:, None, None]  # [F, 1, 1]
-        text = self.scales.text_at(self.step) * (both - frames)
+        text = self.text_scale(self.step) * (both - frames)
         return neither + image_scale * (frames - neither) + text
 
 

@@ -1,1 +1,0 @@
-"""The definition of each kernel in plain torch."""
