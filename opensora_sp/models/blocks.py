@@ -88,24 +88,26 @@ class ModulatedBlock(nn.Module):
             backend=condition.rows.grid.attention.cross,
         )
 
-    def attend_text_and_project(
+    def add_and_attend_text(
         self,
         x: Tensor,
         gate: Tensor,
         branch: Tensor,
         attention: SelfAttention,
-        mlp: Sequence[Tensor],
         condition: Condition,
-    ) -> Tensor:
-        """Add ``gate * branch`` of an attention, then the text's branch and the MLP.
-
-        ``mlp`` has shift, scale and gate of the MLP. ``tokenwise`` may run it in chunks.
-        """
+    ) -> tuple[Tensor, Tensor]:
+        """``x + gate * branch`` of a self-attention, and its cross-attention to the text."""
         # The residual connection and the cross-attention take the same tokens. They are returned
         # twice, so that the kernel's backward adds the two gradients.
         bias = deferred_bias(attention.proj)
         x, query = kernels.add_gated_twice(x, gate, branch, condition.part, bias)
-        branch = self.attend_text(query, condition)
+        return x, self.attend_text(query, condition)
+
+    def feed_forward(
+        self, x: Tensor, branch: Tensor, mlp: Sequence[Tensor], condition: Condition
+    ) -> Tensor:
+        """Add the branch of the text, then the MLP, ``mlp`` being its shift, scale and gate."""
+        # The last work on single tokens: a strategy may finish chunks of rows, and send each.
         return self.tokenwise(self.add_mlp, condition.rows, (x, branch), mlp, condition.part)
 
     def add_mlp(
@@ -145,9 +147,11 @@ class STDiT3Block(ModulatedBlock):
             entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
         else:
             entries = condition.entries_of(table, ATTENTION, branch_scale)
-        shift, scale, gate = entries[:MLP]
+        shift, scale, gate, *mlp = entries
+
         x, branch = self.attend_row(self.attn, x, shift, scale, condition)
-        return self.attend_text_and_project(x, gate, branch, self.attn, entries[MLP:], condition)
+        x, branch = self.add_and_attend_text(x, gate, branch, self.attn, condition)
+        return self.feed_forward(x, branch, mlp, condition)
 
 
 class TwoPartBlock(ModulatedBlock):
@@ -166,8 +170,9 @@ class TwoPartBlock(ModulatedBlock):
         self, x: Tensor, gate: Tensor, branch: Tensor, condition: Condition, scale: Tensor | None
     ) -> Tensor:
         """Add the temporal attention, attend to the text, and run the MLP."""
+        x, branch = self.add_and_attend_text(x, gate, branch, self.attn_temp, condition)
         mlp = condition.entries(self.scale_shift_table[MLP:], MLP, scale)
-        return self.attend_text_and_project(x, gate, branch, self.attn_temp, mlp, condition)
+        return self.feed_forward(x, branch, mlp, condition)
 
 
 class STDiTBlock(TwoPartBlock):

@@ -36,7 +36,8 @@ class FactorisedBlock(ModulatedBlock):
         entries = condition.entries(self.scale_shift_table, 0, branch_scale)
         shift, scale, gate, *mlp = entries
         x, branch = self.attend_row(self.attn, x, shift, scale, condition)
-        return self.attend_text_and_project(x, gate, branch, self.attn, mlp, condition)
+        x, branch = self.add_and_attend_text(x, gate, branch, self.attn, condition)
+        return self.feed_forward(x, branch, mlp, condition)
 
 
 class FactorisedModel(ConditionedModel):
