@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "a checkpoint without COMMIT accepted",
         "opensora_sp/checkpoint/paths.py",
-        " and is_committed(path)",
-        "",
+        "sorted(filter(is_committed, named)",
+        "sorted(filter(Path.is_dir, named)",
         ("tests/distributed/test_storage.py",),
     ),
     Mutation(

@@ -355,6 +355,7 @@ def _weight_of(weights: Weights, layer: str) -> Stored:
 
 
 def _sum(stored: Stored, layer: str, adapters: Sequence[Adapters]) -> Tensor:
+    # Sums of bf16 would round once for each adapter.
     weight = stored.read()
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = weight.to(wide)

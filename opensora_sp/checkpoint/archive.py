@@ -332,7 +332,7 @@ def _read_legacy(file: BoundedFile) -> tuple[Any, dict[str, range]]:
     storages = {}
     for key in _Machine().load(file):
         num_bytes = int.from_bytes(file.read(8), "little") * machine.storages[key].dtype.itemsize
-        start = file.tell()
+        start = file.seek(0, os.SEEK_CUR)
         storages[key] = range(start, start + num_bytes)
         file.seek(num_bytes, os.SEEK_CUR)
     return content, storages

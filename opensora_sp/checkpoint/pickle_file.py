@@ -113,7 +113,7 @@ def _unwrap(content: Any, *, ema: bool) -> tuple[dict[str, TensorEntry], tuple[s
     """The state dict in the content of a file, and notes on the keys that led to it."""
     notes: list[str] = []
     order = ("ema", *WRAPPERS) if ema else (*WRAPPERS, "ema")
-    while isinstance(content, dict) and not _holds_tensors(content):
+    while isinstance(content, dict):
         key = next((key for key in order if isinstance(content.get(key), dict)), None)
         # A dict may be within itself.
         if key is None or len(notes) == MAX_WRAPPERS:
@@ -128,10 +128,6 @@ def _unwrap(content: Any, *, ema: bool) -> tuple[dict[str, TensorEntry], tuple[s
             "save the model's state dict"
         )
     return content, tuple(notes)
-
-
-def _holds_tensors(mapping: Mapping[Any, Any]) -> bool:
-    return any(isinstance(entry, TensorEntry) for entry in mapping.values())
 
 
 def _not_a_state_dict(content: Any) -> str | None:

@@ -104,6 +104,7 @@ def from_pretrained(
     )
     weights = replace(weights, notes=(*weights.notes, *notes))
 
+    # Names and shapes are compared before memory is allocated.
     with torch.device("meta"):
         built = model_class(name)(settings)
     weights = fitted(weights, built, convert=convert, strict=strict, allow_base=not lora)
@@ -201,6 +202,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     check_vacant(final)
     filesystem = FileSystem()
     partial = final.parent / f".partial-{final.name}"
+    # Left by an attempt that was killed.
     shutil.rmtree(partial, ignore_errors=True)
     filesystem.mkdir(partial)
 

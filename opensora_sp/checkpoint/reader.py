@@ -156,6 +156,7 @@ def _open_shards(path: Path, **options: bool) -> Weights:
             f"({len(absent)} such tensors); expected an index of these shards; download both again"
         )
 
+    # All shards are of one format: one program has written them.
     first = next(iter(shards.values()))
     return replace(
         first,

@@ -182,6 +182,7 @@ class ShardIndex:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _no_index(path, repr(error)) from None
 
+        # Whoever made an index must not choose which other files are read.
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise ValueError(

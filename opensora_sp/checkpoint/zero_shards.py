@@ -21,7 +21,7 @@ from .writer import Part
 
 
 class ZeroOptimizer(Protocol):
-    """The plugin's ZeRO optimizer: masters are shards of parameters, by ``id``."""
+    """The plugin's ZeRO optimizer, with fp32 master weights by the ``id`` of a parameter."""
 
     optim: torch.optim.Optimizer
     param_groups: list[dict[str, Any]]

@@ -45,6 +45,7 @@ from .sections import Frames, SequenceParallel, Strict, frame_size
 
 def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | None:
     """Frames, height and width of a clip's latents; None if only a built autoencoder knows."""
+    # Only the classes of this package, and classes with the method, are asked without weights.
     cls = component_class("vae", vae["type"], LATENT_ENCODERS)
     if vae["type"] not in LATENT_ENCODERS and not hasattr(cls, "planned_latent_size"):
         return None
@@ -222,6 +223,7 @@ class Common(Strict):
 
         if self.resolution is not None:
             self.image_size = frame_size(self.resolution, self.aspect_ratio)
+            # A dumped config has one of the two, and loads again.
             self.resolution = self.aspect_ratio = None
 
         assert self.image_size is not None
@@ -238,7 +240,8 @@ class Common(Strict):
         latents = latent_size(self.vae, self.clip_shape)
         if latents is not None and min(latents) > 0:
             sized = {**self.model, "input_size": latents}
-            ModelSpec.parse(sized)  # raises if the model cannot take this size
+            # Raises if the model cannot take this size.
+            ModelSpec.parse(sized)
             self.model = sized
 
     def _rules(self) -> Iterator[Callable[[], object]]:

@@ -128,6 +128,7 @@ def check_types(
     Raises:
         ValueError: as of ``check_options``.
     """
+    # Pydantic reports all wrong options of a typed dict at once.
     config = ConfigDict(extra=extra, arbitrary_types_allowed=True)
     schema = with_config(config)(TypedDict("Options", types))  # type: ignore[operator]
     try:

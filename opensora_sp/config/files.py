@@ -80,6 +80,7 @@ def _read(path: str, *, within: tuple[str, ...]) -> Draft:
             "expected no circle; take one of the _base_ out"
         )
 
+    # Bases are read one by one as well: mmengine's merged values have no origins.
     tree = _parsed(path)
     bases = [_read(base, within=(*within, path)) for base in _bases(path, tree)]
     inherited = _joined(path, bases)
@@ -88,6 +89,7 @@ def _read(path: str, *, within: tuple[str, ...]) -> Draft:
     statements = SetLines()
     statements.visit(tree)
     for key, line in statements.lines.items():
+        # The keys of a replaced dict have no origin any more.
         if key in statements.replacing:
             draft.forget(key)
         draft.origins[key] = f"{path}:{line}"
@@ -258,6 +260,7 @@ class SetLines(ast.NodeVisitor):
                 self._assign(ast.Attribute(call.func.value, part), value, value.lineno)
 
     def _set(self, key: Key, value: ast.expr | None, line: int) -> None:
+        # An assignment replaces what statements before it have set below the key.
         for known in [known for known in self.lines if known[: len(key)] == key]:
             del self.lines[known]
             self.replacing.discard(known)

@@ -117,6 +117,7 @@ def _origins(draft: Draft, loc: Key, message: str) -> str:
         origin = draft.origin(loc) or next((draft.origins[key] for key in inside), None)
         named = {loc: origin} if origin else {}
 
+    # Of several keys, each origin needs its name.
     if len(named) < 2:
         return "".join(f" [{origin}]" for origin in named.values())
     return f" [{', '.join(f'{dotted(key)}: {origin}' for key, origin in named.items())}]"

@@ -68,6 +68,7 @@ def _check_precision(precision: str) -> None:
     if precision != "bf16" or not torch.cuda.is_available():
         return
 
+    # No process group exists yet: the launcher's variables name this rank's device.
     device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(
@@ -101,6 +102,7 @@ def unused_settings(cfg: TrainConfig | InferenceConfig, ranks: int) -> list[str]
     if ranks == 1:
         rules.insert(0, (OF_SHARED_BATCHES, "no ranks share a batch"))
 
+    # The first rule that names a key is its reason.
     lines: dict[str, str] = {}
     for keys, reason in rules:
         for key in keys:

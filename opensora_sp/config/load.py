@@ -73,6 +73,7 @@ def saved_train_config(
         ValueError: for everything that does not fit, and for the names of classes to import: a
             checkpoint is data, and importing a module executes it.
     """
+    # Before anything is validated, which imports these classes.
     for key in ("model", "vae", "text_encoder", "scheduler"):
         name = str(values.get(key, {}).get("type"))
         if "." in name:
@@ -107,6 +108,7 @@ def load_either(
     path: str | Path, overrides: list[str] | None = None
 ) -> tuple[TrainConfig | InferenceConfig, Draft]:
     """A training config or else a sampling config, by its keys, and the origins of its values."""
+    # Open-Sora's keys are among them: the config is not translated yet.
     draft = read_config(path)
     trains = any(key in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
     run: Run = "train" if trains else "sample"
@@ -129,6 +131,7 @@ def load_draft(
 
     try:
         apply_options(draft, overrides or [])
+        # A config has one size: an option's size takes the place of any other.
         if values and "resolution" in values:
             for key in ("image_size", "aspect_ratio"):
                 draft.pop(key)

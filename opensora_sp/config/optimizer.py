@@ -102,6 +102,7 @@ class Optimizer(Strict):
         types |= {key: NotRequired[_type_of(default)] for key, default in defaults.items()}
         options = check_types("optimizer", options, types)
 
+        # Written out, so that a resumed run does not depend on the defaults of another torch.
         numbers = {key: defaults[key] for key in defaults if not isinstance(defaults[key], bool)}
         return declared | numbers | options
 

@@ -240,6 +240,7 @@ class TrainConfig(Common):
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
+        # Buckets are for models of any size only.
         if self.bucket_config is None:
             yield self._latents_fit_model
         yield self._one_length
@@ -273,6 +274,7 @@ class TrainConfig(Common):
     def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:
             return super()._clips()
+        # The shapes of a bucket have nearly the same area: one of them stands for all.
         return [entry.shape_at(9 / 16) for entry in Buckets.of(self.bucket_config).kept]
 
     def _latents_fit_model(self) -> None:

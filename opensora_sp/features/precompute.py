@@ -51,7 +51,8 @@ from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.processes import init_worker
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
-from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
+from opensora_sp.runtime.timeouts import backend_timeout
+from opensora_sp.runtime.watchdog import Watchdog
 
 from .build import make_dataset, make_encoders, make_plan, micro_batches_of_step, with_length
 from .cached import check_made_of, clips_used, made_of

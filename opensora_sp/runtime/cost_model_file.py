@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opensora_sp.common.files import read_json
+from opensora_sp.common.files import atomic_write, read_json
 from opensora_sp.parallel.cost_model import PRESETS, CostModel, preset_of
 
 MAX_BYTES = 1 << 16
@@ -61,13 +61,9 @@ def write_cost_model(path: Path, model: CostModel, facts: dict[str, Any]) -> Non
     Args:
         facts: the keys of the file in addition to the model.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        text = json.dumps({"cost_model": model.to_dict(), **facts}, indent=1, ensure_ascii=False)
+    text = json.dumps({"cost_model": model.to_dict(), **facts}, indent=1, ensure_ascii=False)
+    with atomic_write(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def device_name() -> str | None:

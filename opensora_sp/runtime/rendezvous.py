@@ -37,17 +37,20 @@ from .rank_info import (
     format_ranks,
 )
 from .run_store import BoundedStore, Place, RunStore
+from .timeouts import backend_timeout
 from .versions import device_kind, versions
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
 DEFAULT_JOIN_TIMEOUT = 600.0
+DEFAULT_TIMEOUT = backend_timeout()  # of collectives
 
 # Names in the store. Ranks that run other versions of the code read the first three as well.
 COUNTER, REPORT, VERDICT, CONNECTED = "arrived", "arrival {}", "verdict", "connected {}"
 
 REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
+CONNECT_TIMEOUT = 60.0  # seconds to connect to the store of the run
 EXIT_TIMEOUT = 3.0  # seconds that a rank waits for all others to read a verdict not to start
 LOOPBACK = "127.0.0.1"
 
@@ -108,7 +111,7 @@ def join_rendezvous(settings: Mapping[str, Any] | None = None) -> RunStore | Non
 
 
 def start_process_group(
-    store: RunStore | None, *, timeout: timedelta | None = None, alone: bool = False
+    store: RunStore | None, *, timeout: timedelta | None = DEFAULT_TIMEOUT, alone: bool = False
 ) -> torch.device:
     """Make the default process group and connect its ranks; returns this rank's device.
 
@@ -203,7 +206,7 @@ class Rendezvous:
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))
 
             reason, place = self._judge() if launch.rank == 0 else self._read_verdict()
-            store = None
+            store: RunStore | None = None
             if place is not None:
                 store, reason = self.connect(place)
             if reason:
@@ -255,10 +258,11 @@ class Rendezvous:
             The store, and the first reason why a rank could not connect, empty if all did.
         """
         rank, error = self.launch.rank, ""
-        store = self.hosted or RunStore(rank, place, None, self.store.store)
+        store = self.hosted or RunStore(rank, place, self.store.store)
         try:
+            # The others still wait when this rank reports that it cannot.
             if not store.is_open:
-                store.connect(max(1.0, self._remaining()))
+                store.connect(max(1.0, min(CONNECT_TIMEOUT, self._remaining() / 2)))
         except RuntimeError as lost:
             error = (
                 f"got no connection from rank {rank} on {self.host} to rank 0 at "

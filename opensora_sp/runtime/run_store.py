@@ -166,8 +166,8 @@ class RunStore:
         self,
         rank: int,
         place: Place,
+        launch_store: dist.Store,
         server: dist.TCPStore | None = None,
-        launch_store: dist.Store | None = None,
     ) -> None:
         self.rank, self.world_size = rank, len(place.processes)
         self.place, self.launch_store = place, launch_store
@@ -183,7 +183,7 @@ class RunStore:
     @classmethod
     def alone(cls) -> RunStore:
         """For a single process, which has no server."""
-        return cls(0, Place("", 0, [("", 0)]))
+        return cls(0, Place("", 0, [("", 0)]), dist.HashStore())
 
     @classmethod
     def host(
@@ -199,7 +199,7 @@ class RunStore:
         server.set("stop", "")
         for rank in range(len(processes)):
             server.set(f"heartbeat {rank}", json.dumps(asdict(NO_HEARTBEAT)))
-        return cls(0, Place(address, server.port, processes), server, launch_store)
+        return cls(0, Place(address, server.port, processes), launch_store, server)
 
     def connect(self, timeout: float) -> None:
         """Ranks that do not host the store: connect to it within about ``timeout`` seconds."""

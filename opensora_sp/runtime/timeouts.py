@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from .collective_recorder import Collective, CollectiveRecorder
 from .run_store import Heartbeat
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
+COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config sets another
+BACKEND_MARGIN = 60.0  # seconds that backends get beyond it, so that the watchdog reports first
 SILENT_HEARTBEATS = 2  # of this rank, in which a peer that has written none counts as stopped
 # Of this rank, in which a peer that waits for another rank may report that one.
 PATIENT_HEARTBEATS = 4
+
+
+def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta:
+    """For ``init_process_group``: longer than the watchdog's, so that it reports first."""
+    return timedelta(seconds=collective_timeout + BACKEND_MARGIN)
 
 
 class PeerTimeout:

@@ -34,7 +34,6 @@ import re
 import sys
 import threading
 from contextlib import suppress
-from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
@@ -49,13 +48,17 @@ from .rendezvous import JOIN_TIMEOUT, first_line, join_timeout
 from .run_store import PROCESS_ENDED, PROPAGATION_TIMEOUT, Heartbeat, RunStore
 from .signals import SignalHandler
 from .stack_inspection import location_of_thread, stack_of_thread
-from .timeouts import INTERVAL, CollectiveTimeout, PeerTimeout
+from .timeouts import (
+    COLLECTIVE_TIMEOUT,
+    INTERVAL,
+    CollectiveTimeout,
+    PeerTimeout,
+    backend_timeout,
+)
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
 HANG_TIMEOUT = 2.0  # seconds for ranks that respond to learn that another one does not
-COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config sets another
-BACKEND_MARGIN = 60.0  # seconds that backends get beyond it, so that the watchdog reports first
 CONNECTION_ERRORS = (
     "Connection closed",
     "Connection reset",
@@ -115,7 +118,7 @@ class Watchdog:
         self._signals = SignalHandler()
 
         self._peer_timeout = PeerTimeout(peer_timeout)
-        self._start_timeout = join_timeout()
+        self._start_timeout, self._has_group = join_timeout(), False
         # A thread of torch serves the store: rank 0 answers whatever its main thread does.
         self._answer_timeout = max(FEWEST_SECONDS, min(peer_timeout, collective_timeout))
         self._recorder = CollectiveRecorder(backend_timeout(collective_timeout))
@@ -303,7 +306,8 @@ class Watchdog:
                 )
 
         self._fail_if(self._collective_timeout.check(self._number))
-        if self._number * INTERVAL >= self._start_timeout and not dist.is_initialized():
+        self._has_group = self._has_group or dist.is_initialized()
+        if self._number * INTERVAL >= self._start_timeout and not self._has_group:
             self._fail_if(self._late_start())
 
     def _late_start(self) -> str:
@@ -378,11 +382,6 @@ class Watchdog:
             self._is_reported = True
             logger.error("rank %d stops: %s", self._rank, reason)
             write_error_file(reason)
-
-
-def backend_timeout(collective_timeout: float = COLLECTIVE_TIMEOUT) -> timedelta:
-    """For ``init_process_group``: longer than the watchdog's, so that it reports first."""
-    return timedelta(seconds=collective_timeout + BACKEND_MARGIN)
 
 
 def _exit_code(reason: str) -> int:

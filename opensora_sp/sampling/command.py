@@ -10,33 +10,23 @@ from opensora_sp.config import InferenceConfig, load_inference_config
 
 from .prompts import read_prompts
 
-# Config key that an option overrides -> metavar and help text.
+# Config keys that an option overrides, with its placeholder. Its help is the key's description.
 OPTIONS = {
-    "ckpt": (
-        "PATH",
-        "weights: a run, a checkpoint, a Hugging Face folder, a file, or a name on the hub",
-    ),
-    "outputs": ("DIR", "folder for the samples"),
-    "negative_prompt": (
-        "TEXT",
-        "negative prompt of classifier-free guidance; by default no caption",
-    ),
-    "num_frames": ("N", "frames of a video; 1 for an image, or a name such as 2s or 4s"),
-    "resolution": ("SIZE", "HEIGHTxWIDTH in pixels, or a name such as 240p with --aspect-ratio"),
-    "aspect_ratio": ("H:W", "HEIGHT:WIDTH such as 9:16, with a named --resolution"),
-    "fps": ("N", "frames per second"),
-    "seed": ("N", "random seed of the noise"),
-    "num_samples": ("N", "videos for each prompt"),
-    "reference_path": ("FILES", "conditioning images and videos, separated by ;"),
-    "mask_strategy": (
-        "TEXT",
-        "placement of the conditioning frames: "
-        "loop,reference,frame of the reference,frame of the video,length,edit;...",
-    ),
-    "loop": ("N", "parts of a video, each continuing the one before"),
-    "sp_size": ("N", "processes that share a batch; by default chosen by estimated time"),
-    "scheduler.num_sampling_steps": ("N", "sampling steps"),
-    "scheduler.cfg_scale": ("X", "scale of classifier-free guidance; 1 turns it off"),
+    "ckpt": "PATH",
+    "outputs": "DIR",
+    "negative_prompt": "TEXT",
+    "num_frames": "N",
+    "resolution": "SIZE",
+    "aspect_ratio": "H:W",
+    **dict.fromkeys(("fps", "seed", "num_samples"), "N"),
+    "reference_path": "FILES",
+    "mask_strategy": "TEXT",
+    **dict.fromkeys(("loop", "sp_size", "scheduler.num_sampling_steps"), "N"),
+    "scheduler.cfg_scale": "X",
+}
+SCHEDULER_HELP = {
+    "scheduler.num_sampling_steps": "sampling steps",
+    "scheduler.cfg_scale": "scale of classifier-free guidance; 1 turns it off",
 }
 
 # Videos of a prompt that VBench looks for.
@@ -95,8 +85,9 @@ def parser() -> argparse.ArgumentParser:
         "VBench expects, PROMPT-0.mp4 to PROMPT-4.mp4, in the folder videos of the outputs",
     )
 
-    for key, (metavar, description) in OPTIONS.items():
+    for key, metavar in OPTIONS.items():
         flag = "--" + key.removeprefix("scheduler.").replace("_", "-")
+        description = SCHEDULER_HELP.get(key) or InferenceConfig.model_fields[key].description
         parser.add_argument(flag, dest=key, metavar=metavar, help=description)
 
     parser.add_argument(

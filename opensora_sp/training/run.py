@@ -22,7 +22,8 @@ from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks
 from opensora_sp.runtime.run_lock import RunLock
 from opensora_sp.runtime.run_store import RunStore
-from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
+from opensora_sp.runtime.timeouts import backend_timeout
+from opensora_sp.runtime.watchdog import Watchdog
 
 from .determinism import use_deterministic_kernels
 from .metrics import log_to

@@ -19,7 +19,6 @@ PACKAGES = (
     "checkpoint",
     "config",
     "planner",
-    "training",
     "sampling",
     "integrations.diffusers",
     "device_verification",

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.runtime.collective_recorder import CollectiveRecorder
-from opensora_sp.runtime.watchdog import backend_timeout
+from opensora_sp.runtime.timeouts import backend_timeout
 
 SECONDS = 2.0
 

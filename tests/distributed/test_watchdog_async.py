@@ -25,7 +25,8 @@ from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.runtime.collective_recorder import COLLECTIVES, CollectiveRecorder
 from opensora_sp.runtime.rendezvous import join_rendezvous
-from opensora_sp.runtime.watchdog import Watchdog, backend_timeout
+from opensora_sp.runtime.timeouts import backend_timeout
+from opensora_sp.runtime.watchdog import Watchdog
 
 RANKS, LATE = 3, 1
 TIMEOUT = 3.0

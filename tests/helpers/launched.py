@@ -6,7 +6,6 @@ rank begins before the rendezvous, writes a log, and ends with an exit status, o
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -15,10 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from polling import wait_until
-from ranks import HOST, free_port, warm_context
+from ranks import HOST, become_rank, free_port, torchrun_environment, warm_context
 
 
 class LaunchedRanks:
@@ -46,18 +44,17 @@ class LaunchedRanks:
         """
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", **(environment or {})}
+        variables = dict(environment or {})
         if enter is None:
             self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-            variables |= {"MASTER_PORT": str(self._store.port), "MASTER_ADDR": HOST}
-            variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+            variables |= torchrun_environment(self._store.port)
         else:
             variables["MASTER_PORT"] = str(free_port())
 
         context, work = warm_context(), pickle.dumps((function, args, enter))
         self.processes = []
         for rank in range(world_size):
-            arguments = (rank, self.log(rank), variables, work)
+            arguments = (rank, world_size, self.log(rank), variables, work)
             # No daemon, which could not start workers of a loader.
             self.processes.append(context.Process(target=_rank, args=arguments, daemon=False))
         for process in self.processes:
@@ -116,15 +113,12 @@ class LaunchedRanks:
             process.join(20)
 
 
-def _rank(rank: int, log: Path, environment: dict[str, str], work: bytes) -> None:
+def _rank(rank: int, world_size: int, log: Path, environment: dict[str, str], work: bytes) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
 
-    torch.set_num_threads(1)
-    # Workers of a loader are forked from the rank, as in a script.
-    multiprocessing.set_start_method("fork", force=True)
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    become_rank(rank, world_size, **environment)
     function, args, enter = pickle.loads(work)
     if enter is not None:
         os.environ.update(enter(rank))

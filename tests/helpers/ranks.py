@@ -157,19 +157,33 @@ def _stand(processes: list[Any], stacks: Path) -> str:
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(stacks.iterdir()))
 
 
+def become_rank(rank: int, num_ranks: int, **environment: str) -> None:
+    """Set up this fork of the warm process as where a launcher has started the rank."""
+    # Ignored in what a shell starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    # From a forkserver, workers of loaders import again.
+    multiprocessing.set_start_method("fork", force=True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+
+
+def torchrun_environment(port: int) -> dict[str, str]:
+    """Variables by which ``torchrun`` tells ranks of a store, here at a port of this machine."""
+    return {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
 def _worker(
     rank: int, num_ranks: int, port: int, pipe: Connection, stacks: Path, work: bytes
 ) -> None:
     stack = (stacks / f"rank {rank}").open("w")
     faulthandler.register(signal.SIGUSR2, file=stack)
-    # Ignored in what a shell starts in the background.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    # As where a launcher has started the rank; from a forkserver, workers of loaders import again.
-    multiprocessing.set_start_method("fork", force=True)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1"
-    )
+    become_rank(rank, num_ranks)
 
     try:
         store = dist.TCPStore(HOST, port, is_master=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import HOST, free_port, warm_context
+from ranks import HOST, become_rank, free_port, torchrun_environment, warm_context
 
 from opensora_sp.data import toy_clip, write_video
 
@@ -208,13 +207,8 @@ def _rank(
         # Ranks append to one file, as they do to one terminal.
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
 
-    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    os.environ.update(torchrun | of_rank | rendezvous)
+    become_rank(rank, ranks, **torchrun_environment(port))
     os.chdir(folder)
-    torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)
     if command[0] == "-m":
         # It sets the first word, to the path of the module.
         sys.argv = command[1:]

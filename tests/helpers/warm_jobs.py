@@ -17,10 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from polling import wait_until
-from ranks import HOST, warm_context
+from ranks import HOST, become_rank, warm_context
 
 from opensora_sp.parallel import closing_process_group
 from opensora_sp.runtime.processes import RUN_ID, end_with_launchers
@@ -139,12 +138,8 @@ def _launch(folder: Path, num_ranks: int, work: bytes) -> None:
 
 
 def _rank(rank: int, num_ranks: int, port: int, folder: Path, work: bytes) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    os.environ.update({RUN_ID: "warm", "OMP_NUM_THREADS": "1"})
+    become_rank(rank, num_ranks, **{RUN_ID: "warm"})
     end_with_launchers()
-    # Ignored in what a shell starts in the background.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
 
     try:
         store = dist.TCPStore(HOST, port, is_master=False)

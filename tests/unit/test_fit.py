@@ -174,7 +174,8 @@ def test_batches_fit_and_one_more_clip_a_rank_would_not(config: Path) -> None:
             latents = (clips, *shape)
             return RunEstimator(cfg, 4, device="cpu").memory_of(latents, 2).peak.needed
 
-        assert needed(size) == one.memory.peak.needed <= budget_of(memory)
+        assert one.memory.peak.needed <= budget_of(memory)
+        assert needed(size) == pytest.approx(one.memory.peak.needed, rel=5e-3)
         if one.decided_by == "memory":
             assert needed(size + 2) > budget_of(memory)
     assert "memory" in {one.decided_by for one in found.batches}

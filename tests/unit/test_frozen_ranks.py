@@ -98,7 +98,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[RunStore]:
     monkeypatch.setattr(watchdog, "HANG_TIMEOUT", 0.1)
     processes = [("machine 0", 1), ("machine 1", 2)]
     first = RunStore.host("127.0.0.1", processes, dist.HashStore())
-    second = RunStore(1, first.place)
+    second = RunStore(1, first.place, dist.HashStore())
     second.connect(5.0)
     return [first, second]
 

@@ -32,9 +32,13 @@ except ImportError as error:
 from opensora_sp.runtime.doctor import host_report
 from opensora_sp.runtime.doctor.device.ranks import check_zero
 (zero,) = check_zero(None)
-found = host_report.Report("", host_report._software({**dict.fromkeys(host_report.PACKAGES, ""),
-    "opensora-sp": "", "torch": "", "CUDA of torch": ""}))
-assert zero.skipped and zero.note == sentence and not found.ok
+facts = dict.fromkeys((*host_report.PACKAGES, "opensora-sp", "torch", "CUDA of torch"), "")
+verdicts = [
+    {check.name: check.status for check in host_report._software(facts, trains=trains)}
+    for trains in (False, True)
+]
+assert [statuses["ColossalAI"] for statuses in verdicts] == ["warn", "FAIL"]
+assert zero.skipped and zero.note == sentence
 print(sentence)
 main(["train", f"{folder}/train.py"])
 """
