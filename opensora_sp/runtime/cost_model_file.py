@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from opensora_sp.common.files import read_json
-from opensora_sp.data.atomic import atomic_write
+from opensora_sp.common.files import atomic_write, read_json
 from opensora_sp.parallel.cost_model import PRESETS, CostModel, preset_of
 
 MAX_BYTES = 1 << 16
