@@ -398,9 +398,9 @@ def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
     started = []
 
     class Recorded(Watchdog):
-        def __init__(self, **limits: Any) -> None:
+        def __init__(self, store: Any, **limits: Any) -> None:
             started.append(limits)
-            super().__init__(**limits)
+            super().__init__(store, **limits)
 
     def fail(*args: Any) -> None:
         raise ValueError("got no plan")
