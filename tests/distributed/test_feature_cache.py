@@ -403,15 +403,9 @@ def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
     started = []
 
     class Recorded(Watchdog):
-<<<<<<< HEAD
         def __init__(self, store: Any, **limits: Any) -> None:
             started.append(limits)
             super().__init__(store, **limits)
-=======
-        def __init__(self, *args: Any, **limits: Any) -> None:
-            started.append(limits)
-            super().__init__(*args, **limits)
->>>>>>> data-wip
 
     def fail(*args: Any) -> None:
         raise ValueError("got no plan")
