@@ -299,7 +299,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
 
 def train_on_own_clips(config: Path, folders: list[Path], options: list[str]) -> str:
     """The error of a run whose ranks do not have the same clips, each in its own folder."""
-    from opensora_sp.training import train
+    from opensora_sp.training.run import train
 
     there = contextlib.chdir(folders[torch.distributed.get_rank()])
     with there, pytest.raises(ValueError, match="got different clips on different") as raised:
