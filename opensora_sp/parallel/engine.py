@@ -144,6 +144,9 @@ class SequenceParallel:
 
     def shard(self, local: base.Shard, grid: Grid) -> Rows:
         """The rows that this rank holds where tokens enter."""
+        # A single rank needs no operator to find that it holds all rows.
+        if self.mesh.sp_size == 1:
+            return local(grid)
         return self.strategy(grid).shard(local, grid)
 
     def switch(self, local: Switch, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:

@@ -221,7 +221,7 @@ def test_a_rank_has_nested_groups_and_alone_runs_the_bare_model() -> None:
     assert last["same operators"] and not last["sent alone"]
     assert last["refused"] == (
         "got ranks 1-2 as the group of a micro-batch on rank 2; expected one of its groups: "
-        "ranks 0-2, rank 2; pass a group of mesh.family that has this rank as a member"
+        "ranks 0-2, rank 2; pass a group of mesh.family with this rank as a member"
     )
     assert first["repr"] == "SequenceMesh('auto', sp_sizes=[1, 2, 3], rank=0)"
 
