@@ -13,11 +13,11 @@ import pytest
 from runs import ROOT, TRAIN, run, write_toy_set
 
 from opensora_sp import cli
+from opensora_sp.common import error_file
 from opensora_sp.common.console import report_errors
 from opensora_sp.common.error_file import write_error_file
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import Manifest
-from opensora_sp.runtime import error_file
 from opensora_sp.training.step_log import advice_for_long_steps
 from opensora_sp.training.summary import conclude, write_sampling_config
 
@@ -282,6 +282,7 @@ def test_steps_longer_than_the_patience_of_the_launcher_are_reported(
 FIRST = """
 import runpy, sys
 from opensora_sp import cli
+from opensora_sp.common import error_file
 
 def stop():
     assert called and not {"torch", "numpy", "pydantic", "mmengine"} & set(sys.modules)
