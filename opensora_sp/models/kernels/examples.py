@@ -186,9 +186,10 @@ def _modulation(sizes: Sizes) -> Iterator[Example]:
     for function in ("add_gated", "add_gated_twice"):
         yield replace(_modulation_call(function, arguments), gradients=("x", "branch"))
 
-    # Large and small shares of several tokens for an entry, and several entries for each share.
-    for per, rows in (((2, 1, 1), (3, 250)), ((1, 500, 1), (500, 3))):
-        yield _modulation_call("add_norm_modulate", _modulated(sizes.width, per, rows=rows))
+    # Large and small shares, one of which has pieces of two entries, and more than the kernel
+    # that adds their sums takes at a time.
+    arguments = _modulated(sizes.width, (2, 1, 1), rows=(3, 161))
+    yield _modulation_call("add_norm_modulate", arguments)
 
 
 MODULATION = {
