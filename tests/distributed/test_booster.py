@@ -280,7 +280,7 @@ def refusals(root: Path) -> None:
 
     content["weight_map"]["final_layer.linear.weight"] = "../schedule.json"
     (harmed / index.name).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="expected files of its own folder"):
+    with pytest.raises(ValueError, match="expected files of the same folder"):
         booster.load_model(model, str(harmed))
     assert torch.equal(final, before)  # nothing was changed by any of it
 

@@ -391,7 +391,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(model: STDiT3, tmp_pat
         ({"weight_map": {"a": "../outside.safetensors"}}, "which names '../outside.safetensors'"),
         (
             {"weight_map": {"a": str(tmp_path / "outside.safetensors")}},
-            "expected files of its own folder",
+            "expected files of the same folder",
         ),
     ]:
         (folder / "model.safetensors.index.json").write_text(

@@ -281,7 +281,7 @@ def test_buckets_that_some_epoch_may_draw_clips_for(
         (["bucket_config={'240p': {5: (1.0, 0)}}"], "expected a batch size of at least 1"),
         (["bucket_config={'240p': {5: (0.0, None)}}"], "keeps no clip"),
         (["bucket_config={'240p': 3}"], "expected for example"),
-        (["num_frames=7"], "got num_frames 7 beside bucket_config"),
+        (["num_frames=7"], "got num_frames 7 with bucket_config"),
         (["dataset.type=VideoText"], "got dataset.type 'VideoText' with bucket_config"),
         (
             ["bucket_config=None", "num_frames=4", "image_size=(8, 8)"],
