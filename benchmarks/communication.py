@@ -98,7 +98,6 @@ def markdown(row: dict[str, Any]) -> str:
 
 STRATEGIES: list[dict[str, Any]] = [
     {},
-    dict(placement="branch"),
     dict(strategy="ulysses"),
     dict(strategy="split_gather"),
 ]
@@ -180,7 +179,7 @@ def predicted_bytes(case: Case, ranks: int) -> float | None:
         tokens = case.batch * case.frames * case.patches
         return 2 * DEPTH * passes * (ranks - 1) * tokens * token_bytes / ranks
 
-    switches = 2 * DEPTH if case.options.get("placement") == "branch" else 2 * DEPTH - 1
+    switches = 2 * DEPTH - 1
     return 2 * switches * moved_tokens(case, ranks) * token_bytes / ranks
 
 

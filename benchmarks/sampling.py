@@ -26,8 +26,7 @@ from benchmarks.time_limit import limit_time
 from opensora_sp.config import InferenceConfig
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.models import build_model
-from opensora_sp.models.embedders import CaptionEmbedder
-from opensora_sp.models.layers import CrossAttention
+from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group, unwrap
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.sampling.decoding import decode

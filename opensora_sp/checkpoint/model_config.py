@@ -77,20 +77,10 @@ def parse_model_config(
     _refuse_unknown(name, {key: saved[key] for key in saved if key in others}, source, known)
     notes = [f"config.json: ignored {', '.join(sorted(others))}"] if others else []
 
-    # Open-Sora writes every key of its version, so the keys identify the version.
-    is_open_sora = "_class_name" not in saved
-    has_legacy_norm = bool(values.get("qk_norm")) and "qk_norm_legacy" not in saved
-    if name == "STDiT2" and is_open_sora and has_legacy_norm:
-        values["qk_norm_legacy"] = True
-        notes.append(
-            "config.json: qk_norm without qk_norm_legacy is of Open-Sora 1.1: qk_norm_legacy=True"
-        )
-    if name == "STDiT3" and is_open_sora and "kernel_size" in saved:
-        values["use_cond"] = True
-        notes.append(
-            "config.json: kernel_size is of Open-Sora 1.3, which embeds conditioning frames: "
-            "use_cond=True"
-        )
+    if "_class_name" not in saved:
+        implied, reason = model_class(name).Config.implied_by(saved)
+        values |= implied
+        notes += [f"config.json: {reason}"] if implied else []
     return name, values, tuple(notes)
 
 

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("source", metavar="IN", help=source)
     add("target", metavar="OUT", help="the folder to write, which must not be there yet")
-    model = "class or preset, for weights without config.json: STDiT3-XL/2"
+    model = "class or preset of the model, for weights without config.json"
     add("--model", metavar="NAME", help=model)
     options = (
         "settings of the model that replace those of config.json or the preset, for example "
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_conversions(add: Callable[..., Any]) -> None:
-    size = "STDiT: compute the position tables for latents of this size"
+    size = "compute a model's position tables for latents of this size"
     add("--input-size", nargs=3, type=int, metavar=("T", "H", "W"), help=size)
     length = "cut the null caption to N tokens, or repeat its last one"
     add("--text-length", type=int, metavar="N", help=length)

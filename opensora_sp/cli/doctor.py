@@ -11,10 +11,13 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opensora_sp.common.files import atomic_write
+from opensora_sp.config import TrainConfig, load_either
+from opensora_sp.runtime.doctor.diagnosis import Diagnosis, diagnose
+from opensora_sp.runtime.doctor.host_report import Check
+
 if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.device import Examination, Finding
-    from opensora_sp.runtime.doctor.diagnosis import Diagnosis
-    from opensora_sp.runtime.doctor.host_report import Check
 
 MIN_WIDTH, MAX_WIDTH = 60, 110
 LABEL_WIDTH = 18
@@ -50,8 +53,6 @@ def run(args: argparse.Namespace) -> None:
         result = _examine_device(args)
         text = device_summary(result)
     else:
-        from opensora_sp.runtime.doctor.diagnosis import diagnose
-
         trains = args.config is not None and _is_training(args.config)
         diagnosis = diagnose(args.master_port, collective=args.collective, trains=trains)
         if diagnosis is None:
@@ -68,8 +69,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _is_training(config: str) -> bool:
-    from opensora_sp.config import TrainConfig, load_either
-
     return isinstance(load_either(config, [])[0], TrainConfig)
 
 
@@ -78,8 +77,6 @@ def _as_json(result: Diagnosis | Examination) -> str:
 
 
 def _write_json(result: Diagnosis | Examination, file: str) -> None:
-    from opensora_sp.common.files import atomic_write
-
     with atomic_write(Path(file)) as partial:
         partial.write_text(_as_json(result) + "\n")
 

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     ranks = "processes that share a batch (default: sp_size if it divides the processes, else 1)"
     add("--sp-size", type=int, metavar="P", help=ranks)
     add("--no-ema", action="store_true", help="evaluate the trained weights, not their average")
-    add("--output", metavar="FILE", help="also write the numbers to a JSON file")
+    add("--output", type=Path, metavar="FILE", help="also write the numbers to a JSON file")
     add_cfg_options(parser)
     add_allow_pickle(parser)
     return parser
@@ -40,10 +40,9 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
-    output = None if args.output is None else Path(args.output)
     with raise_on_all_ranks():
-        if output is not None:
-            check_writable(output.parent)
+        if args.output is not None:
+            check_writable(args.output.parent)
     same = {name: getattr(args, name) for name in ("config", "bins", "seeds", "sp_size")}
     evaluation = evaluate(
         Settings(
@@ -59,9 +58,9 @@ def run(args: argparse.Namespace) -> None:
 
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(evaluation.table() + "\n")
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(output) as partial:
+        if args.output is not None:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(args.output) as partial:
                 partial.write_text(
                     json.dumps(evaluation.to_dict(), indent=1) + "\n", encoding="utf-8"
                 )

@@ -45,9 +45,8 @@ def run(args: argparse.Namespace) -> None:
         f"{cfg.model['type']} on {ranks} ranks and on one, float64, latents {list(shape)}, "
         f"{options}\n"
     )
-    nothing = ""
-    if strategy is WholeSamples:
-        nothing = ": no token moves, so that no exchange is tested"
+    moves_nothing = strategy is WholeSamples
+    nothing = ": no token moves, so that no exchange is tested" if moves_nothing else ""
     sys.stdout.write(f"strategy: {strategy.label}{nothing}\n")
     sys.stdout.write(report(verdict, shown=None if args.all else SHOWN) + "\n")
     if not verdict.agrees:

@@ -99,9 +99,8 @@ def _option_fields() -> dict[str, Any]:
     types, fields = get_type_hints(Options), {}
     for option in dataclasses.fields(Options):
         if option.metadata["in_config"]:
-            choices, text = option.metadata["choices"], option.metadata["help"]
-            annotation = Literal[choices] if choices else types[option.name]
-            fields[option.name] = (annotation, Field(option.default, description=text))
+            text = option.metadata["help"]
+            fields[option.name] = (types[option.name], Field(option.default, description=text))
     return fields
 
 

@@ -12,6 +12,7 @@ from opensora_sp.data import Buckets, ClipShape
 from opensora_sp.data.transforms import check_degradation
 from opensora_sp.diffusion.conditioning_frames import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
+from opensora_sp.models.registry import models_for_any_size
 from opensora_sp.parallel.rank_groups import check_degrees
 
 from .common import Common, check_input_size
@@ -146,8 +147,8 @@ class TrainConfig(Common):
     """Folder of the run."""
 
     load: str | None = None
-    """Initial weights: a run, a checkpoint, a folder, a file, or a name on the hub such as
-    `hpcai-tech/OpenSora-STDiT-v3`, with `@revision`; None initialises them randomly."""
+    """Initial weights: a run, a checkpoint, a folder, a file, or a name on the hub, with
+    `@revision`; None initialises them randomly."""
 
     mask_ratios: MaskRatios | None = None
     """Probability of each strategy of conditioning frames; see docs/data.md. None: none."""
@@ -308,7 +309,7 @@ class TrainConfig(Common):
         if self.bucket_config is not None and spec.input_size is not None:
             raise ValueError(
                 f"got bucket_config for the model {spec.name!r}, whose position tables have "
-                "one input_size; expected a model for any size; use STDiT2 or STDiT3"
+                f"one input_size; expected a model for any size; use one of {models_for_any_size()}"
             )
 
     def _degrees_fit(self) -> None:

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from opensora_sp.encoders import Piece
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.parallel.debug.comm_counter import record
-from opensora_sp.parallel.debug.comm_timing import communicating
+from opensora_sp.parallel.debug.communication import communicating, record
 from opensora_sp.parallel.layout import ExchangePlan, balanced_range
 
 

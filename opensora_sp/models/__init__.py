@@ -1,17 +1,28 @@
 """STDiT models in plain torch, without process groups."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .blocks import STDiT3Block
-from .compile import compile_blocks
 from .conditioning import Text, sample_numbers
 from .config import STDiT2Config, STDiT3Config, STDiTConfig
-from .embedders import PatchEmbed3D
 from .hook_points import Attend, Gather, Point, Segment, Shard, Switch, Tokenwise
-from .layers import CrossAttention
-from .registry import build_model
-from .stdit import STDiT
-from .stdit2 import STDiT2
+from .layers import CrossAttention, PatchEmbed3D
 from .stdit3 import STDiT3
 from .token_layout import PatchGrid, Rows
+
+if TYPE_CHECKING:
+    from .compile import compile_blocks
+    from .registry import build_model
+    from .stdit import STDiT, STDiT2
+
+# Imported when they are used: a model loads neither the others nor the compiler.
+WHEN_USED = {
+    "STDiT": "stdit",
+    "STDiT2": "stdit",
+    "build_model": "registry",
+    "compile_blocks": "compile",
+}
 
 __all__ = [
     "Attend",
@@ -37,3 +48,9 @@ __all__ = [
     "compile_blocks",
     "sample_numbers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{WHEN_USED[name]}"), name)

@@ -13,7 +13,7 @@ Which kernel computes it is chosen by name or from a table (``attention_table.py
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
 
 Packed tokens of unequal lengths take the package's varlen function or, on CUDA, torch's kernels
-below its scaled dot product attention (``varlen.py``).
+below its scaled dot product attention (``packed_attention.py``).
 
 Legend: R rows, L tokens of a row, N packed tokens, H heads, D head width, P pieces of samples.
 """
@@ -34,7 +34,6 @@ from torch.utils.checkpoint import checkpoint
 
 from opensora_sp.common.graphs import uncompiled
 
-from . import varlen
 from .attention_table import (
     LABELS,
     NAMES,
@@ -49,15 +48,18 @@ from .attention_table import (
 from .functions import with_zero_gradients
 from .kernels import attend_short_rows, chosen
 from .kernels.short_rows import explicit_softmax
-from .packed_attention import attend_packed
+from .packed_attention import Kernel, attend_packed, available, efficient, flash
 from .packing import MAX_ROWS, Lengths, Packing
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = NAMES
-MAX_SCORES = 2**22  # numbers in one tensor of the reference: 16 MB in float32
-GPUS = ("cuda", "meta")  # on meta tensors the planner traces the calls of a recent GPU
-PROCESSORS = 132  # of such a GPU, an H100 or H200
+# Numbers in one tensor of the reference: 16 MB in float32.
+MAX_SCORES = 2**22
+# On meta tensors the planner traces the calls of a recent GPU.
+GPUS = ("cuda", "meta")
+# Of such a GPU, an H100 or H200.
+PROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ _refused: dict[str, frozenset[str]] = {}
 
 
 def set_refused(refused: Mapping[str, Collection[str]]) -> None:
-    """Set which kernels this process runs no more, by kind of attention; those of others remain.
+    """Set which kernels this process runs no more, by kind of attention.
 
     ``opensora_sp.device_verification`` compares the kernels of a run and calls this.
     """
@@ -98,7 +100,8 @@ class Backends:
     cross: str | Backend = "auto"
 
 
-@uncompiled  # kernels of packages and lengths of packed tokens belong to no graph
+# Kernels of packages and lengths of packed tokens belong to no graph.
+@uncompiled
 def attention(
     q: Tensor,
     k: Tensor,
@@ -114,7 +117,7 @@ def attention(
             ``[N, H, D]``.
         lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and
             of k. A query length may be 0; a key length is at least 1. With a ``Packing``, calls
-            share what is copied to the device.
+            share their copies on the device.
         backend: one of ``BACKENDS``, or a result of ``choose_backend``.
 
     Returns:
@@ -152,8 +155,8 @@ def choose_backends(
         ValueError: as ``attention``.
     """
     names = names_by_kind(setting)
-    found = {kind: _resolve(names[kind], one, device) for kind, one in sequences.items()}
-    return Backends(**found)
+    backends = {kind: _resolve(names[kind], sequences[kind], device) for kind in sequences}
+    return Backends(**backends)
 
 
 def choose_backend(
@@ -176,7 +179,7 @@ def choose_backend(
 def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
     if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         sequences = replace(sequences, autocast=True)
-    # Meta tensors stand for those of a GPU, and take no memory of it.
+    # Meta tensors stand for tensors on a GPU, and take no memory of it.
     like = torch.empty(0, dtype=sequences.dtype, device="meta" if device.type in GPUS else device)
     if chosen("short_rows", like):
         sequences = replace(sequences, short_rows=True)
@@ -204,7 +207,8 @@ def _choose(name: str, sequences: Sequences, device: torch.device, deterministic
     return Backend(choice.kernel, processors, deterministic)
 
 
-@cache  # once, however many lengths there are
+# once, however many lengths there are.
+@cache
 def _log(kind: str | None, choice: Choice) -> None:
     logger.info("%s: %s", LABELS[kind] if kind else "attention backend", choice)
 
@@ -242,8 +246,8 @@ def _rows_kernel(backend: Backend) -> Callable[..., Tensor]:
     return partial(_sdpa_rows, backend.name)
 
 
-def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
-    """A kernel for packed tokens with the arguments of ``varlen.flash``, if there is one."""
+def _varlen_kernel(backend: Backend, q: Tensor) -> Kernel | None:
+    """A kernel for packed tokens with the arguments of ``flash``, if there is one."""
     if backend.name == "flash":
         return _flash_attn("flash_attn_varlen_func", backend)
     if backend.name == "flash3":
@@ -251,7 +255,7 @@ def _varlen_kernel(backend: Backend, q: Tensor) -> varlen.Kernel | None:
     return torch_varlen_kernel(backend.name, q)
 
 
-def torch_varlen_kernel(name: str, q: Tensor) -> varlen.Kernel | None:
+def torch_varlen_kernel(name: str, q: Tensor) -> Kernel | None:
     """The kernel of torch for packed tokens that stands for a name in ``KERNELS``, if there is one.
 
     FlashAttention-2 where it takes such queries, which autocast may have cast, or the
@@ -262,15 +266,14 @@ def torch_varlen_kernel(name: str, q: Tensor) -> varlen.Kernel | None:
     return _torch_varlen_kernel(name, Sequences(q.dtype, q.shape[-1]), q.device)
 
 
-@cache  # each block asks, and looking for packages takes longer than many kernels
-def _torch_varlen_kernel(
-    name: str, sequences: Sequences, device: torch.device
-) -> varlen.Kernel | None:
+# Each block asks, and looking for packages takes longer than many kernels.
+@cache
+def _torch_varlen_kernel(name: str, sequences: Sequences, device: torch.device) -> Kernel | None:
     platform = Platform.of(device, deterministic=False)
     if name != "efficient" and obstacle("torch_flash", sequences, platform) is None:
-        return varlen.flash if varlen.available("_flash_attention_forward") else None
+        return flash if available("_flash_attention_forward") else None
     if obstacle("efficient", sequences, platform) is None:
-        return varlen.efficient if varlen.available("_efficient_attention_forward") else None
+        return efficient if available("_efficient_attention_forward") else None
     return None
 
 
@@ -327,7 +330,7 @@ def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa_backends(name: str) -> list[SDPBackend]:
-    """Those that are correct, build no matrix of scores and, where asked for, are deterministic."""
+    """Backends that are correct, build no matrix of scores and, if asked for, are deterministic."""
     flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
     if name == "torch_flash":
         return [flash]
@@ -344,13 +347,14 @@ def _sdpa_backends(name: str) -> list[SDPBackend]:
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The definition, at most ``MAX_SCORES`` scores at a time, which backward computes again."""
     _, num_queries, num_heads, _ = q.shape
-    of_query = num_heads * k.shape[1]
-    if len(q) * num_queries * of_query <= MAX_SCORES:
+    query_scores = num_heads * k.shape[1]
+    if len(q) * num_queries * query_scores <= MAX_SCORES:
         return explicit_softmax(q, k, v)
 
     # The gradients of all chunks of queries are added to keys and values: not in 16 bits.
     k, v = (z.to(torch.promote_types(z.dtype, torch.float32)) for z in (k, v))
-    rows, queries = max(1, MAX_SCORES // (num_queries * of_query)), max(1, MAX_SCORES // of_query)
+    rows = max(1, MAX_SCORES // (num_queries * query_scores))
+    queries = max(1, MAX_SCORES // query_scores)
     attend = partial(checkpoint, explicit_softmax, use_reentrant=False, preserve_rng_state=False)
     out = []
     for q_rows, k_rows, v_rows in zip(*(z.split(rows) for z in (q, k, v)), strict=True):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,33 @@ from opensora_sp.common.tensors import to_device
 
 from .attention import choose_backends
 from .blocks import ModulatedBlock
-from .compile import run_compiled
 from .conditioning import Condition, Text
 from .config import SharedConfig
-from .embedders import CaptionEmbedder, PatchEmbed3D
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
+from .layers import CaptionEmbedder, PatchEmbed3D
+from .packing import VideoMask
 from .recompute import EVERYTHING, Recompute, levels_of
-from .token_groups import VideoMask
 from .token_layout import PatchGrid, Rows
 
 Model = TypeVar("Model", bound="ConditionedModel")
 
-# Hook points of the model itself, by name; those of its blocks differ.
+
+class PassCounts(NamedTuple):
+    """Work of one pass of a model in plain torch, in addition to products and attention.
+
+    Attributes:
+        activations: ``[tokens, C]`` that elementwise kernels of a pair of blocks read and write.
+        operators: of a pair of blocks.
+        once: operators of embedders, the final layer and the loss.
+    """
+
+    activations: float
+    operators: float
+    once: float
+
+
+# Hook points of the model itself, by name; blocks have others.
 MODEL_POINTS = {name: name for name in ("shard", "switch", "segment", "gather")}
 
 
@@ -69,6 +83,11 @@ class ConditionedModel(nn.Module):
     sample_inputs: ClassVar[tuple[str, ...]] = ()
     # Further tensors of a sample that ``forward`` takes, by name: axes as in ``extra_inputs.py``.
     extra_inputs: ClassVar[Mapping[str, str]] = {}
+    # Parts of the model whose layers see all tokens of a clip; of a block's, one sees the text.
+    token_parts: ClassVar[tuple[str, ...]] = ("x_embedder", "blocks", "final_layer")
+    # Forward and backward, as counted on meta tensors; by default of STDiT3. Schedules depend on
+    # them.
+    pass_counts = PassCounts(83, 80, 95), PassCounts(297, 170, 95)
 
     config: SharedConfig
     x_embedder: PatchEmbed3D
@@ -78,15 +97,16 @@ class ConditionedModel(nn.Module):
         super().__init__()
         self.config = config
         self.grad_checkpoint: bool | int | str | Sequence[int] = False  # what was set
-        self.compile_backend: str | Callable[..., Any] | None = None  # see compile.py
+        # Runs a part compiled, ``run(part, x, condition, *arguments)``; see compile.py.
+        self.run_compiled: Callable[..., Tensor] | None = None
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
 
     @classmethod
     def from_pretrained(cls: type[Model], path: str | Path, **options: Any) -> Model:
         """Build a model of this class from weights in any layout.
 
-        The options are those of ``opensora_sp.checkpoint.from_pretrained``: ``revision`` of a name
-        on the hub, ``strict``, ``ema``, ``dtype`` and others, and values of the configuration.
+        Options as of ``opensora_sp.checkpoint.from_pretrained``: ``revision`` of a name on the hub,
+        ``strict``, ``ema``, ``dtype`` and others, and values of the configuration.
         """
         from opensora_sp.checkpoint import from_pretrained
 
@@ -95,8 +115,8 @@ class ConditionedModel(nn.Module):
     def save_pretrained(self, path: str | Path, **options: Any) -> None:
         """Write ``config.json``, safetensors and a model card into a new folder.
 
-        The options are those of ``opensora_sp.checkpoint.save_pretrained``: ``max_shard_size``,
-        ``license``, ``base_model``.
+        Options as of ``opensora_sp.checkpoint.save_pretrained``: ``max_shard_size``, ``license``,
+        ``base_model``.
         """
         from opensora_sp.checkpoint import save_pretrained
 
@@ -138,7 +158,7 @@ class ConditionedModel(nn.Module):
         """Encode captions once, with the keys and values of every block, for many calls.
 
         A sampler calls the model with the same text at every step. Pass the result as ``y``,
-        without ``mask`` and ``drop_caption``. The arguments are those of ``forward``.
+        without ``mask`` and ``drop_caption``. Arguments as of ``forward``.
         """
         check_text(self.config, len(y), y, mask, drop_caption)
         text = self.embed_text(y, mask, drop_caption)
@@ -177,6 +197,7 @@ class ConditionedModel(nn.Module):
             check_clip_sizes(num_samples, len(scale))
             mask = VideoMask.of(video_mask, self.config.patch_size, x.device)
 
+        # Backends depend on the lengths of the batch, and are resolved before any block.
         config, (frames, lines, columns) = self.config, x.shape[2:]
         grid = config.grid(
             num_samples, (frames, lines, columns), mask=mask, scale=scale if mask else scale[0]
@@ -216,6 +237,7 @@ class ConditionedModel(nn.Module):
         if drop_path is None:
             return [None] * 2 * depth
 
+        # The rate grows linearly over the depth.
         rates = torch.linspace(0, self.config.drop_path, depth, dtype=torch.float64)
         scales = to_device((1 / (1 - rates)).repeat_interleave(2)[:, None], drop_path.device)
         return (~drop_path * scales).unbind()
@@ -232,28 +254,24 @@ class ConditionedModel(nn.Module):
 
         Args:
             part: a block, or the part of one between two switches.
-            last: whether no switch follows.
+            last: no switch follows.
         """
         recompute = self._recompute(part)
-        if self.compile_backend is not None:
-            part = partial(run_compiled, self.compile_backend, part)
+        # Compiled inside of the segment: checkpointing recomputes compiled code.
+        function, rows = part, condition.rows
+        if self.run_compiled is not None:
+            function = partial(self.run_compiled, part)
         return self.segment(
-            part,
-            condition.rows,
-            x,
-            condition,
-            *arguments,
-            recompute=recompute,
-            last=last,
+            function, rows, x, condition, *arguments, recompute=recompute, last=last
         )
 
     def _recompute(self, part: Callable[..., Tensor]) -> Recompute | None:
-        """What backward computes again of a block, or of the part of one."""
+        """The recomputation in backward of a block, or of the part of one."""
         block: Any = getattr(part, "__self__", part)
         level: int = block.checkpoint_level
         if level == EVERYTHING or not torch.is_grad_enabled():
             return None
-        if self.compile_backend is not None and level > 0:
+        if self.run_compiled is not None and level > 0:
             raise ValueError(
                 f"got level {level} of gradient checkpointing in compiled blocks; expected 0 or "
                 f"{EVERYTHING}, since the others see each operator; set one of these, or compile "
@@ -287,6 +305,6 @@ class ConditionedModel(nn.Module):
 
 
 def _draws(block: nn.Module) -> bool:
-    """Whether a block draws random numbers, as adapters with dropout do."""
+    """True if a block draws random numbers, as adapters with dropout do."""
     dropouts = (module for module in block.modules() if isinstance(module, nn.Dropout))
     return any(module.training and module.p > 0 for module in dropouts)

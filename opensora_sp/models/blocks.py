@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +30,11 @@ from .kernels import Part
 from .layers import CrossAttention, Mlp, SelfAttention, deferred_bias
 from .positions import RotaryEmbedding
 from .recompute import EVERYTHING
+from .token_layout import SPATIAL, TEMPORAL
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
 ATTENTION, MLP, TEMPORAL_ATTENTION = 0, 3, 6
 GATE = 2  # of the attention
-
-Entries = Sequence[Tensor]  # shift, scale and gate of a branch
 
 
 class ModulatedBlock(nn.Module):
@@ -67,15 +65,17 @@ class ModulatedBlock(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.tokenwise = Tokenwise()
 
-    def attend_row(self, x: Tensor, condition: Condition, entries: Entries) -> Any:
-        """Self-attention within a row: modulate and attend.
-
-        Returns the arguments of ``kernels.add_gated``, which adds the branch to the tokens.
-        """
-        shift, scale, gate = entries
+    def attend_row(
+        self,
+        attention: SelfAttention,
+        x: Tensor,
+        shift: Tensor,
+        scale: Tensor,
+        condition: Condition,
+    ) -> tuple[Tensor, Tensor]:
+        """``x``, and ``attention(norm(x) * (1 + scale) + shift)`` within each row."""
         x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
-        branch = self.attn(modulated, condition.rows, *condition.precomputed)
-        return x, gate, branch, condition.part, deferred_bias(self.attn.proj)
+        return x, attention(modulated, condition.rows, condition.tables)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -88,11 +88,27 @@ class ModulatedBlock(nn.Module):
             backend=condition.rows.grid.attention.cross,
         )
 
+    def add_and_attend_text(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        branch: Tensor,
+        attention: SelfAttention,
+        condition: Condition,
+    ) -> tuple[Tensor, Tensor]:
+        """``x + gate * branch`` of a self-attention, and its cross-attention to the text."""
+        # The residual connection and the cross-attention take the same tokens. They are returned
+        # twice, so that the kernel's backward adds the two gradients.
+        bias = deferred_bias(attention.proj)
+        x, query = kernels.add_gated_twice(x, gate, branch, condition.part, bias)
+        return x, self.attend_text(query, condition)
+
     def feed_forward(
-        self, x: Tensor, attended: Tensor, condition: Condition, entries: Entries
+        self, x: Tensor, branch: Tensor, mlp: Sequence[Tensor], condition: Condition
     ) -> Tensor:
-        """Add what the text contributes, then the MLP. ``tokenwise`` may run it in chunks."""
-        return self.tokenwise(self.add_mlp, condition.rows, (x, attended), entries, condition.part)
+        """Add the branch of the text, then the MLP, ``mlp`` being its shift, scale and gate."""
+        # The last work on single tokens: a strategy may finish chunks of rows, and send each.
+        return self.tokenwise(self.add_mlp, condition.rows, (x, branch), mlp, condition.part)
 
     def add_mlp(
         self,
@@ -103,7 +119,7 @@ class ModulatedBlock(nn.Module):
         gate: Tensor,
         part: Part | None = None,
     ) -> Tensor:
-        """Add the branch before it, then the MLP branch: modulate, project, gate."""
+        """``x + branch``, then ``x + gate * mlp(norm(x) * (1 + scale) + shift)``."""
         biases = deferred_bias(self.cross_attn.proj), deferred_bias(self.mlp.fc2)
         x, modulated = kernels.add_norm_modulate(x, branch, shift, scale, part, biases[0])
         return kernels.add_gated(x, gate, self.mlp(modulated), part, biases[1])
@@ -116,6 +132,8 @@ class STDiT3Block(ModulatedBlock):
         self, config: STDiT3Config, rope: RotaryEmbedding | None = None, *, in_frame: bool = False
     ) -> None:
         super().__init__(config, qk_norm=config.qk_norm, rope=rope, in_frame=in_frame)
+        # Of the rows in which tokens attend.
+        self.layout = SPATIAL if in_frame else TEMPORAL
 
     def forward(
         self, x: Tensor, condition: Condition, table: Tensor | None, branch_scale: Tensor | None
@@ -129,11 +147,11 @@ class STDiT3Block(ModulatedBlock):
             entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
         else:
             entries = condition.entries_of(table, ATTENTION, branch_scale)
-        # The residual connection and the cross-attention take the same tokens. They are returned
-        # twice, so that the kernel's backward adds the two gradients.
-        x, same = kernels.add_gated_twice(*self.attend_row(x, condition, entries[:MLP]))
-        attended = self.attend_text(same, condition)
-        return self.feed_forward(x, attended, condition, entries[MLP:])
+        shift, scale, gate, *mlp = entries
+
+        x, branch = self.attend_row(self.attn, x, shift, scale, condition)
+        x, branch = self.add_and_attend_text(x, gate, branch, self.attn, condition)
+        return self.feed_forward(x, branch, mlp, condition)
 
 
 class TwoPartBlock(ModulatedBlock):
@@ -144,25 +162,24 @@ class TwoPartBlock(ModulatedBlock):
     def spatial(self, x: Tensor, condition: Condition, branch_scale: Tensor | None) -> Tensor:
         """Spatial rows ``[R, S, C]`` -> ``[R, S, C]``."""
         table = self.scale_shift_table[:MLP]
-        entries = condition.entries(table, ATTENTION, branch_scale)
-        return kernels.add_gated(*self.attend_row(x, condition, entries))
+        shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
+        x, branch = self.attend_row(self.attn, x, shift, scale, condition)
+        return kernels.add_gated(x, gate, branch, condition.part, deferred_bias(self.attn.proj))
 
     def finish(
         self, x: Tensor, gate: Tensor, branch: Tensor, condition: Condition, scale: Tensor | None
     ) -> Tensor:
         """Add the temporal attention, attend to the text, and run the MLP."""
-        bias = deferred_bias(self.attn_temp.proj)
-        x, same = kernels.add_gated_twice(x, gate, branch, condition.part, bias)
-        attended = self.attend_text(same, condition)
-        entries = condition.entries(self.scale_shift_table[MLP:], MLP, scale)
-        return self.feed_forward(x, attended, condition, entries)
+        x, branch = self.add_and_attend_text(x, gate, branch, self.attn_temp, condition)
+        mlp = condition.entries(self.scale_shift_table[MLP:], MLP, scale)
+        return self.feed_forward(x, branch, mlp, condition)
 
 
 class STDiTBlock(TwoPartBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
-    The temporal attention has no norm. Its gate is that of the spatial one, on all frames as the
-    timestep of the sample sets it.
+    The temporal attention has no norm. Its gate is the gate of the spatial one, on all frames as
+    the timestep of the sample sets it.
     """
 
     def __init__(self, config: STDiTConfig) -> None:
@@ -184,14 +201,14 @@ class STDiTBlock(TwoPartBlock):
         table = self.scale_shift_table[GATE:MLP]
         (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
-        branch = self.attn_temp(with_positions, condition.rows, *condition.precomputed)
+        branch = self.attn_temp(with_positions, condition.rows, condition.tables)
         return self.finish(x, gate, branch, condition, branch_scale)
 
 
 class STDiT2Block(TwoPartBlock):
     """Spatial and temporal self-attention, cross-attention to text, MLP.
 
-    The temporal attention has a norm and entries of its own.
+    The temporal attention has a norm and further entries.
     """
 
     def __init__(self, config: STDiT2Config, rope: RotaryEmbedding) -> None:
@@ -211,8 +228,7 @@ class STDiT2Block(TwoPartBlock):
         """Temporal rows ``[R, T, C]`` -> ``[R, T, C]``."""
         table = self.scale_shift_table_temporal
         shift, scale, gate = condition.entries(table, TEMPORAL_ATTENTION, branch_scale)
-        x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
-        branch = self.attn_temp(modulated, condition.rows, *condition.precomputed)
+        x, branch = self.attend_row(self.attn_temp, x, shift, scale, condition)
         return self.finish(x, gate, branch, condition, branch_scale)
 
 

@@ -1,7 +1,7 @@
 """``torch.compile`` of the parts of a model between two switches.
 
 There is one graph for each kind of part and each shape. All blocks of a kind share their graphs,
-since parameters are inputs of a graph. Shapes are static: every bucket has graphs of its own.
+since parameters are inputs of a graph. Shapes are static: every bucket has further graphs.
 
 What differs from batch to batch within a bucket is dynamic: the number of text tokens, and the
 tokens inside of masks. Attention, gathers, and the exchanges of a switch or in low precision run
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -30,14 +30,15 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-MAX_GRAPHS = 256  # of a part; beyond torch's limit of 8 a new bucket would run uncompiled
+# Of a part; beyond torch's limit of 8 a new bucket would run uncompiled.
+MAX_GRAPHS = 256
 
 
 def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inductor") -> Model:
     """Let ``torch.compile`` compile each block of a model at the first call with a shape.
 
     Works in place and returns the same object. Parameters, state dict and attached hooks stay.
-    Logs a warning: nothing compares the results with those of eager mode.
+    Logs a warning: nothing compares the results with eager mode.
 
     Args:
         backend: a backend of ``torch.compile``. "inductor" needs Triton on a GPU and a C++ compiler
@@ -47,7 +48,7 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
         ValueError: if the model is no STDiT model.
     """
     # hasattr is true of wrappers (peft's), where setting the attribute does nothing.
-    if "compile_backend" not in vars(model):
+    if "run_compiled" not in vars(model):
         raise ValueError(
             f"got a model of class {type(model).__name__}; expected an STDiT model; call "
             "torch.compile on the blocks of other models, and pass the model that a wrapper holds"
@@ -57,9 +58,9 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
         use_compile_cache()
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
-    cast(Any, model).compile_backend = backend
+    cast(Any, model).run_compiled = partial(run_compiled, backend)
     logger.warning(
-        "blocks are compiled with %s; their results are not compared with those of eager mode",
+        "blocks are compiled with %s; their results are not compared with eager mode",
         backend,
     )
     return model
@@ -88,7 +89,7 @@ def run_compiled(
     *arguments: Tensor | None,
 ) -> Tensor:
     """``part(x, condition, *arguments)``, compiled."""
-    # Strides are part of a graph: the first block would have one of its own.
+    # Strides are part of a graph: the first block would have another one.
     x = x.contiguous()
     if condition.keys_values:
         condition = _of_block(condition, getattr(part, "__self__", part))
@@ -104,23 +105,23 @@ def run_compiled(
 def _of_block(condition: Condition, block: Any) -> Condition:
     """The condition with this block's keys and values alone.
 
-    A graph that looks its block up in a dict would be that block's alone.
+    A graph that looks its block up in a dict would serve that block alone.
     """
-    own = condition.keys_values.get(block.cross_attn)
-    return replace(condition, keys_values={}, own_keys_values=own)
+    keys_values = condition.keys_values.get(block.cross_attn)
+    return replace(condition, keys_values={}, block_keys_values=keys_values)
 
 
 def _mark_what_differs(condition: Condition) -> None:
     """Mark the sizes that differ from batch to batch as dynamic."""
     mark = torch._dynamo.maybe_mark_dynamic
     mark(condition.text, 0)
-    if condition.own_keys_values is not None:
-        mark(condition.own_keys_values, 0)
-    for one in condition.extra.values():
-        if isinstance(one, RowText):
-            mark(one.tokens, 0)
+    if condition.block_keys_values is not None:
+        mark(condition.block_keys_values, 0)
+    for extra in condition.extra.values():
+        if isinstance(extra, RowText):
+            mark(extra.tokens, 0)
 
-    # Those of the local rows, and of rows in which a part of these attends elsewhere.
+    # Groups of the local rows, and of rows in which a part of these attends elsewhere.
     for groups in condition.rows.grid.known_groups:
         if groups.index is not None:
             mark(groups.index, 0)

@@ -1,4 +1,4 @@
-"""What the tokens of the STDiT models are conditioned on: timestep, conditioning frames and text.
+"""Conditions of the tokens of the STDiT models: timestep, conditioning frames and text.
 
 ``Conditioning`` holds it for a batch. ``Condition`` is the same laid out over the local rows,
 once for all spatial and once for all temporal blocks.
@@ -22,19 +22,20 @@ from torch import Tensor, nn
 from opensora_sp.common.tensors import to_device
 
 from . import kernels
-from .packing import Packing
+from .packing import Packing, RowTables
 from .positions import RotaryEmbedding
-from .token_groups import Groups
-from .token_layout import SPATIAL, Rows
+from .token_layout import SPATIAL, TEMPORAL, Rows
 
 IMAGE_FPS = 120.0
-ENTRIES = 3  # of a branch in a modulation: shift, scale and gate
-MAX_TABLES = 1 << 26  # bytes of the tables of all blocks together
+# Of a branch in a modulation: shift, scale and gate.
+ENTRIES = 3
+# Bytes of the tables of all blocks together.
+MAX_TABLES = 1 << 26
 
 
 @dataclass(frozen=True)
 class Text:
-    """Encoded captions. Those of ``encode_text`` serve any number of calls of the model.
+    """Encoded captions. A result of ``encode_text`` serves any number of calls of the model.
 
     Attributes:
         tokens: ``[N, C]``, packed.
@@ -47,7 +48,7 @@ class Text:
     keys_values: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
     def followed_by(self, other: Text) -> Text:
-        """The captions of both, those of ``other`` last."""
+        """The captions of both, of ``other`` last."""
         return Text(torch.cat([self.tokens, other.tokens]), [*self.lengths, *other.lengths])
 
     def of_samples(self, samples: Sequence[int]) -> Text:
@@ -82,9 +83,9 @@ class Text:
 
     @property
     def shared_form(self) -> str:
-        """What has to be equal on the ranks that share a batch.
+        """The description that must be equal on the ranks that share a batch.
 
-        Lengths may differ: a rank needs the captions of its own tokens alone, and text is not sent.
+        Lengths may differ: a rank needs the captions of local tokens alone, and text is not sent.
         """
         dtype = str(self.tokens.dtype).removeprefix("torch.")
         keys = f", keys of {len(self.keys_values)} blocks" if self.keys_values else ""
@@ -123,13 +124,12 @@ class Condition:
         packing: numbers of local tokens and of text tokens that belong together.
         order: int64 ``[R * L]``, the tokens in the order of ``packing``, if they do not lie in it.
         keys_values: see ``Text``.
-        rotation: by which a rotary embedding rotates queries and keys of self-attention.
-        groups: tokens that attend to each other, if the local rows attend here.
+        tables: what self-attention reads of the local rows.
         part: which rows the local ones are of the samples that ``entries`` are of, for functions of
-            ``kernels``. None where entries are those of the local rows.
+            ``kernels``. None where entries belong to the local rows.
         extra: what a model's ``lay_out`` has made of its ``extra_inputs`` for these rows, by name.
-        per_frame: each frame has modulation states of its own, ``[B, m * T, n, C]``.
-        own_keys_values: those of the block that runs, if looked up ahead.
+        per_frame: modulation states differ between frames, ``[B, m * T, n, C]``.
+        block_keys_values: keys and values of the block that runs, if looked up ahead.
     """
 
     rows: Rows
@@ -140,30 +140,24 @@ class Condition:
     packing: Packing
     order: Tensor | None
     keys_values: Mapping[nn.Module, Tensor]
-    rotation: Tensor | None
-    groups: Groups | None
+    tables: RowTables
     part: kernels.Part | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     per_frame: bool = False
-    own_keys_values: Tensor | None = None
+    block_keys_values: Tensor | None = None
 
     def keys_values_of(self, layer: nn.Module) -> Tensor | None:
         """Keys and values of the text for a cross-attention, if precomputed."""
-        if self.own_keys_values is not None:
-            return self.own_keys_values
+        if self.block_keys_values is not None:
+            return self.block_keys_values
         return self.keys_values.get(layer)
-
-    @property
-    def precomputed(self) -> tuple[Tensor | None, Groups | None]:
-        """What a self-attention would else compute from the rows, in each block anew."""
-        return self.rotation, self.groups
 
     def per_token(self, table: Tensor, *, ignore_frames: bool = False) -> tuple[Tensor, ...]:
         """A table ``[B, m, k, C]`` for the local tokens: k tensors ``[b, 1 or n, 1 or L, C]``.
 
         With ``ignore_frames`` all frames take the state of their sample's timestep,
         ``[b, 1, 1, C]`` where samples are whole. With a ``part`` they are entries of whole samples,
-        of which kernels find those of a token.
+        in which kernels find a token's.
         """
         # By views: the backward of an index with slices fills a tensor with zeros for each.
         if self.per_frame:
@@ -171,13 +165,15 @@ class Condition:
             table = table.unsqueeze(3 if self.rows.layout == SPATIAL else 2)
         else:
             table = table.unsqueeze(2).unsqueeze(2)  # [B, m, 1 or T, 1 or T, k, C]
-        # That of unbind is a copy, of a single state as well.
+        # The backward of unbind is a copy, of a single state as well.
         states = (table.squeeze(1),) if table.shape[1] == 1 else table.unbind(1)
+
         if self.frames is None or ignore_frames:
             chosen = states[0]
         else:
             # For each frame: [B, 1 or T, 1 or T, k, C].
             chosen = torch.where(self.frames[..., None], states[1], states[0])
+
         if self.part is not None:
             # Kernels read entries in any dtype.
             samples = self.rows.local_samples
@@ -189,7 +185,7 @@ class Condition:
     def entries(
         self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
     ) -> tuple[Tensor, ...]:
-        """A block's own ``table`` ``[n, C]`` added to n entries of the modulation, per token.
+        """A block's ``table`` ``[n, C]`` added to n entries of the modulation, per token.
 
         Args:
             first: the first of these entries.
@@ -210,7 +206,7 @@ class Condition:
 
         Args:
             first: the first of these entries.
-            scale: ``[B]``, multiplied into those of them that are gates (drop-path).
+            scale: ``[B]``, multiplied into the gates among them (drop-path).
         """
         if scale is not None:
             factors = table.new_ones(len(table), 1, table.shape[2], 1)
@@ -226,7 +222,7 @@ def _part_of_samples(rows: Rows) -> kernels.Part:
 
 
 def _null_frames_last(rows: Rows, null_frames: Sequence[int], device: torch.device) -> Tensor:
-    """The local tokens, those of ``null_frames`` after all others, int64 ``[R * L]``."""
+    """The local tokens, ``null_frames`` after all others, int64 ``[R * L]``."""
     numbers = to_device(torch.tensor(null_frames), device)
     is_null = torch.isin(rows.frames(device), numbers).expand(rows.count, rows.length)
     return is_null.flatten().argsort(stable=True)
@@ -255,35 +251,37 @@ class Conditioning:
     at_once: int | None = None
     per_frame: bool = False
     lay_out: Callable[[Rows], Mapping[str, Any]] | None = None
-    _conditions: dict[bool, Condition] = field(default_factory=dict, init=False)
+    _conditions: dict[str, Condition] = field(default_factory=dict, init=False)
 
-    def tables(self, own: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The modulation of each block, ``[B, m, k, C]``, by their own tables ``[k, C]``.
+    def tables(self, block_tables: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The modulation of each block, ``[B, m, k, C]``, by the blocks' tables ``[k, C]``.
 
         All are added at once. In backward, too, one sum stands for an addition and a cast of each
         block. As they are kept till the end of backward, there are none (None for each block) where
         they take more than ``MAX_TABLES`` bytes: then a block adds its own.
         """
         wide = torch.promote_types(self.modulation.dtype, torch.float32)
-        if len(own) * self.modulation.numel() * wide.itemsize > MAX_TABLES:
-            return [None] * len(own)
-        return (torch.stack([*own])[:, None, None] + self.modulation.to(wide)).unbind()
+        if len(block_tables) * self.modulation.numel() * wide.itemsize > MAX_TABLES:
+            return [None] * len(block_tables)
+        return (torch.stack([*block_tables])[:, None, None] + self.modulation.to(wide)).unbind()
 
     def spatial(self, rows: Rows) -> Condition:
         """The conditions of the local rows, for attention within a frame; computed once."""
-        return self._once(rows, self.spatial_rope, in_frame=True)
+        return self.of(SPATIAL, rows)
 
     def temporal(self, rows: Rows) -> Condition:
         """The conditions of the local rows, for attention over frames; computed once."""
-        return self._once(rows, self.temporal_rope, in_frame=False)
+        return self.of(TEMPORAL, rows)
 
-    def _once(self, rows: Rows, rope: RotaryEmbedding | None, *, in_frame: bool) -> Condition:
-        if in_frame not in self._conditions:
-            rotation = None
+    def of(self, layout: str, rows: Rows) -> Condition:
+        """The conditions of the local rows, for attention in this layout; computed once."""
+        if layout not in self._conditions:
+            in_frame, rotation = layout == SPATIAL, None
+            rope = self.spatial_rope if in_frame else self.temporal_rope
             if rope is not None:
                 rotation = rope.rotation(rows, in_frame, self.modulation.device)
-            self._conditions[in_frame] = self._of_rows(rows, rotation)
-        return self._conditions[in_frame]
+            self._conditions[layout] = self._of_rows(rows, rotation)
+        return self._conditions[layout]
 
     def _of_rows(self, rows: Rows, rotation: Tensor | None) -> Condition:
         modulation, frames, by_row = self.modulation, self.frames, rows.layout == SPATIAL
@@ -309,8 +307,7 @@ class Conditioning:
             packing=text.packing,
             order=order,
             keys_values=text.keys_values,
-            rotation=rotation,
-            groups=rows.own_groups,
+            tables=RowTables(rotation, rows.local_groups),
             part=_part_of_samples(rows) if kernels.chosen("modulation", modulation) else None,
             extra={} if self.lay_out is None else self.lay_out(rows),
             per_frame=self.per_frame,

@@ -1,10 +1,11 @@
 """Configurations of the STDiT models. Each class checks its values against each other.
 
-The names are those of the public checkpoints' ``config.json``.
+Names as in the public checkpoints' ``config.json``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -32,7 +33,8 @@ class SharedConfig:
         ValueError: if a value is out of range or does not fit another one.
     """
 
-    rotary: ClassVar[bool] = True  # whether a rotary embedding turns pairs of channels
+    # Whether a rotary embedding turns pairs of channels.
+    rotary: ClassVar[bool] = True
 
     in_channels: int = 4
     patch_size: tuple[int, int, int] = (1, 2, 2)
@@ -56,7 +58,7 @@ class SharedConfig:
 
     @property
     def alternates(self) -> bool:
-        """Whether there are temporal blocks beside the spatial ones."""
+        """True if there are temporal blocks as well as spatial ones."""
         return True
 
     def __post_init__(self) -> None:
@@ -74,13 +76,21 @@ class SharedConfig:
             )
         self._check_width()
 
+    @classmethod
+    def implied_by(cls, released: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """Settings implied by the keys of a public checkpoint's ``config.json``, and the reason.
+
+        Open-Sora writes every key of its version, so the keys identify the version.
+        """
+        return {}, ""
+
     def to_dict(self) -> dict[str, Any]:
         """The arguments by name, as ``transformers`` and ``peft`` read a model's ``config``."""
         return asdict(self)
 
     @property
     def out_channels(self) -> int:
-        """Channels of the prediction: twice those of a latent if the variance is predicted, too."""
+        """Channels of the prediction: twice a latent's if the variance is predicted, too."""
         return self.in_channels * (2 if self.pred_sigma else 1)
 
     @property
@@ -97,14 +107,14 @@ class SharedConfig:
     def sequences(self, grid: PatchGrid, dtype: torch.dtype) -> dict[str, Sequences]:
         """What attends to what in a batch, by kind of attention that there is."""
         head_width = self.hidden_size // self.num_heads
-        found = {}
+        by_kind = {}
         for layout in (SPATIAL, TEMPORAL) if self.alternates else (SPATIAL,):
             rows = grid.rows(layout)
-            found[layout] = Sequences(
+            by_kind[layout] = Sequences(
                 dtype, head_width, layout, rows.longest_sequence, packed=not rows.are_sequences
             )
         text = Sequences(dtype, head_width, "cross", self.model_max_length, packed=True)
-        return found | {"cross": text}
+        return by_kind | {"cross": text}
 
     def _check_width(self) -> None:
         hidden, heads = self.hidden_size, self.num_heads
@@ -124,9 +134,9 @@ class SharedConfig:
 
     def _check_positive(self, *names: str) -> None:
         for name in names:
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"got {name} {value}; expected a positive number; change it")
+            number = getattr(self, name)
+            if not number > 0:
+                raise ValueError(f"got {name} {number}; expected a positive number; change it")
 
     def _check_rate(self, name: str) -> None:
         rate = getattr(self, name)
@@ -178,6 +188,13 @@ class STDiT2Config(SharedConfig):
     qk_norm: bool = False
     qk_norm_legacy: bool = False
 
+    @classmethod
+    def implied_by(cls, released: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        if not released.get("qk_norm") or "qk_norm_legacy" in released:
+            return {}, ""
+        reason = "qk_norm without qk_norm_legacy is of Open-Sora 1.1: qk_norm_legacy=True"
+        return {"qk_norm_legacy": True}, reason
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive("input_sq_size")
@@ -208,6 +225,13 @@ class STDiT3Config(SharedConfig):
     kernel_size: tuple[int, int, int] | None = None
     use_spatial_rope: bool = False
     skip_temporal: bool = False
+
+    @classmethod
+    def implied_by(cls, released: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        if "kernel_size" not in released:
+            return {}, ""
+        version = "kernel_size is of Open-Sora 1.3, which embeds conditioning frames"
+        return {"use_cond": True}, f"{version}: use_cond=True"
 
     @property
     def num_blocks(self) -> int:

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 FRAMES = "frames"
 
 
@@ -55,30 +53,12 @@ def extra_shapes(
 
 def resolved_axes(inputs: Mapping[str, str], config: Any) -> dict[str, str]:
     """A model's ``extra_inputs``, with numbers in place of its settings."""
-    found = {}
+    resolved = {}
     for name, axes in inputs.items():
-        found[name] = " ".join(str(getattr(config, axis, axis)) for axis in axes.split())
-    return found
+        resolved[name] = " ".join(str(getattr(config, axis, axis)) for axis in axes.split())
+    return resolved
 
 
 def cut_as_frames(inputs: Mapping[str, str]) -> frozenset[str]:
-    """The names of those whose first axis counts frames of the video."""
+    """The names of inputs whose first axis counts frames of the video."""
     return frozenset(name for name, axes in inputs.items() if axes.split()[:1] == [FRAMES])
-
-
-def check_extra_inputs(
-    inputs: Mapping[str, str], x: Tensor, passed: Mapping[str, Tensor | None]
-) -> None:
-    """Raise ValueError unless just the further inputs were passed, one entry for each sample."""
-    if passed.keys() != inputs.keys():
-        raise ValueError(
-            f"got the arguments {sorted(passed)} beside those of STDiT3; expected "
-            f"{sorted(inputs)}, the extra_inputs of the model's class; pass these"
-        )
-    for name, tensor in passed.items():
-        if tensor is None or tensor.ndim == 0 or len(tensor) != len(x) or tensor.device != x.device:
-            found = "None" if tensor is None else f"{tuple(tensor.shape)} on {tensor.device}"
-            raise ValueError(
-                f"got {name} of shape {found}; expected [{len(x)}, {inputs[name]}] on {x.device}; "
-                "pass one entry per sample"
-            )

@@ -1,6 +1,6 @@
-"""Operations with a backward of their own, which reads and writes less than autograd's.
+"""Operations whose backward reads and writes less than autograd's.
 
-They compute in at least float32 and round where the result is written.
+``normalize`` and ``rotate`` compute in at least float32 and round where the result is written.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ def with_zero_gradients(x: Tensor, *unused: Tensor) -> Tensor:
     return x
 
 
+def take(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """``x.index_select(dim, index)`` for an ``index`` without duplicates.
+
+    Each gradient has one place then, and is written there. The backward of ``index_select`` would
+    add it: on CUDA by an atomic each, in the dtype of x.
+    """
+    return _Take.apply(x, index, dim)
+
+
 class _Normalize(torch.autograd.Function):
     """``y = x / rms``; backward is ``(grad - y * mean(grad * y)) / rms``."""
 
@@ -54,7 +63,8 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # this gradient is differentiated in turn
+        # This gradient is differentiated in turn.
+        if torch.is_grad_enabled():
             inverse = _inverse_rms(x, ctx.eps)
 
         # Wide, and not from the rounded result: the two terms may nearly cancel, and their
@@ -73,7 +83,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _is_transformed() -> bool:
-    """Whether ``torch.func`` (jvp, vmap, ...) runs, which takes plain operations only."""
+    """True if ``torch.func`` (jvp, vmap, ...) runs, which takes plain operations only."""
     compiles = torch.compiler.is_compiling()
     return not compiles and torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -108,6 +118,21 @@ class _Unused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad.new_zeros(ctx.shape)
+
+
+class _Take(torch.autograd.Function):
+    """Forward takes the entries. Backward writes their gradients back, and zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dim, ctx.shape = dim, x.shape
+        return x.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_copy_(ctx.dim, index, grad), None, None
 
 
 def _rounded(like: Tensor, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Backend, attention
+from .functions import take
 from .kernels import Part, chosen
+from .packing import Groups
 from .recompute import Recompute
-from .take import take
-from .token_groups import Groups
 from .token_layout import SPATIAL, PatchGrid, Rows, unpatchify
 
 
@@ -71,7 +71,7 @@ class Switch(Point):
 
 
 class Attend(Point):
-    """Where tokens attend to each other: those of a row, a window or a clip.
+    """Where the tokens of a row, a window or a clip attend to each other.
 
     ``kind`` of the attention, spatial or temporal, chooses the backend.
     q, k and v are ``[R, L, H, D]``. ``groups`` are the rows, windows or clips of these tokens, if
@@ -102,7 +102,8 @@ class Attend(Point):
             outside = torch.zeros_like(v)
             q, k, v = (take(z, index) for z in (q, k, v))
 
-        if len(q) > 0:  # a comparison, which no graph fixes to a number
+        # A comparison, which no graph fixes to a number.
+        if len(q) > 0:
             out = attention(q, k, v, lengths=groups.packing, backend=backend)
         else:
             # Without a token here, all three get a gradient, as on ranks that hold tokens.

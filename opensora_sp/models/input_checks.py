@@ -7,7 +7,7 @@ Legend: B samples, L text tokens of a caption, N packed text tokens, C hidden wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def check_inputs(
 
     check_device("timestep", timestep, x)
     check_device("y", y.tokens if isinstance(y, Text) else y, x)
-    # What is read on the host may be on the CPU.
+    # A mask that is read on the host may be on the CPU.
     if x_mask is not None and x_mask.device.type != "cpu":
         check_device("x_mask", x_mask, x)
     check_frames_of_patches(config, x_mask)
@@ -81,8 +81,8 @@ def check_frames_of_patches(config: SharedConfig, x_mask: Tensor | None) -> None
     if x_mask is None or patch == 1:
         return
 
-    of_patches = x_mask[:, ::patch].repeat_interleave(patch, dim=1)
-    if not torch.equal(of_patches[:, : x_mask.shape[1]], x_mask):
+    by_patch = x_mask[:, ::patch].repeat_interleave(patch, dim=1)
+    if not torch.equal(by_patch[:, : x_mask.shape[1]], x_mask):
         raise ValueError(
             f"got an x_mask that differs inside a patch of {patch} frames; expected the {patch} "
             "frames of a patch to agree; round the mask to whole patches"
@@ -107,7 +107,7 @@ def check_clip_sizes(num_samples: int, num_sizes: int) -> None:
     if num_sizes != num_samples:
         raise ValueError(
             f"got height and width of {num_sizes} samples with the video_mask of {num_samples}; "
-            "expected those of each, which set the positions in its clip; "
+            "expected the sizes of each, which set the positions in its clip; "
             "pass one entry per sample"
         )
 
@@ -261,6 +261,24 @@ def check_conditioning_frames(
             "they see as y_null, and text to be embedded; correct these"
         )
 
-    # The shape of y_null was compared with that of y, unless one of them is encoded.
+    # The shape of y_null was compared with y, unless one of them is encoded.
     if y_null is not None and (isinstance(y, Text) or isinstance(y_null, Text)):
         check_text(config, len(x), y_null, None, None)
+
+
+def check_extra_inputs(
+    inputs: Mapping[str, str], x: Tensor, passed: Mapping[str, Tensor | None]
+) -> None:
+    """Raise ValueError unless just the further inputs were passed, one entry for each sample."""
+    if passed.keys() != inputs.keys():
+        raise ValueError(
+            f"got the arguments {sorted(passed)} in addition to the model's; expected "
+            f"{sorted(inputs)}, the extra_inputs of the model's class; pass these"
+        )
+    for name, tensor in passed.items():
+        if tensor is None or tensor.ndim == 0 or len(tensor) != len(x) or tensor.device != x.device:
+            got = "None" if tensor is None else f"{tuple(tensor.shape)} on {tensor.device}"
+            raise ValueError(
+                f"got {name} of shape {got}; expected [{len(x)}, {inputs[name]}] on {x.device}; "
+                "pass one entry per sample"
+            )

@@ -1,13 +1,17 @@
-"""The layers of the STDiT models' blocks: norm, MLP, self- and cross-attention.
+"""The layers of the STDiT models: norm, MLP, self- and cross-attention, and the embedders of
+patches, numbers and captions.
 
-Parameter names are those of the public Open-Sora checkpoints.
+Parameter names as in the public Open-Sora checkpoints.
 
-Legend: R rows, L tokens of a row, C hidden width, H heads, D = C / H, N packed text tokens.
+Legend: B samples, R rows, L tokens of a row or of a caption, C hidden width, H heads, D = C / H,
+V patch volume, c channels of a latent, Cy width of text features, N packed text tokens.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,20 +20,18 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Backend, attention
-from .functions import normalize, with_zero_gradients
+from .functions import normalize, take, with_zero_gradients
 from .hook_points import Attend, Point
 from .kernels import chosen, linear_gelu, linear_qk_norm, qk_norm
-from .packing import Lengths, Packing
-from .positions import RotaryEmbedding
-from .take import take
-from .token_groups import Groups
+from .packing import Lengths, Packing, RowTables
+from .positions import RotaryEmbedding, position_angles
 from .token_layout import SPATIAL, TEMPORAL, Rows
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a function of a layer's parameters may stand for it.
+    """True if a function of a layer's parameters may stand for it.
 
-    Other classes in its place, such as peft's, have parameters of their own, and hooks see calls.
+    Other classes in its place, such as peft's, have further parameters, and hooks see calls.
     """
     hooks = (
         layer._forward_pre_hooks,
@@ -57,7 +59,7 @@ def without_deferred_bias(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """Linear, tanh-GELU, Linear on the last dim. ``defers_bias``: that of the last one."""
+    """Linear, tanh-GELU, Linear on the last dim. ``defers_bias``: of the last one."""
 
     def __init__(self, width: int, hidden: int, out: int, *, defers_bias: bool = False) -> None:
         super().__init__()
@@ -119,16 +121,12 @@ class SelfAttention(Point):
         self,
         x: Tensor,
         rows: Rows,
-        rotation: Tensor | None = None,
-        groups: Groups | None = None,
+        tables: RowTables | None = None,
     ) -> Tensor:
-        """``[R, L, C]`` -> ``[R, L, C]``.
-
-        ``rotation`` and ``groups`` are those of the rows, if precomputed.
-        """
+        """``[R, L, C]`` -> ``[R, L, C]``; without ``tables``, they are computed from the rows."""
+        rotation, groups = tables or RowTables()
         # Rows of the other layout are brought into this one where tokens attend.
-        own_layout = SPATIAL if self.in_frame else TEMPORAL
-        if rows.length == 1 and rows.layout == own_layout and rows.are_sequences:
+        if rows.length == 1 and rows.layout == self.attend.kind and rows.are_sequences:
             v = self._values(x)
             return self._project(self.attend(v, v, v, rows, groups))
 
@@ -146,11 +144,11 @@ class SelfAttention(Point):
     def _normed(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[R, L, H, D]`` each."""
         norms = self.q_norm, self.k_norm
-        if not self.norm_last and all(is_plain(norm, RMSNorm) for norm in norms):
-            of_norms: Any = self.q_norm.weight, self.k_norm.weight, rotation, self.q_norm.eps
+        if not self.norm_last and all(is_plain(layer, RMSNorm) for layer in norms):
+            norm: Any = self.q_norm.weight, self.k_norm.weight, rotation, self.q_norm.eps
             if is_plain(self.qkv, nn.Linear) and self.qkv.bias is not None:
-                return linear_qk_norm(x, self.qkv.weight, self.qkv.bias, *of_norms)
-            return qk_norm(self._product(x), *of_norms)
+                return linear_qk_norm(x, self.qkv.weight, self.qkv.bias, *norm)
+            return qk_norm(self._product(x), *norm)
 
         q, k, v = self._product(x).unbind(2)
         if not self.norm_last:
@@ -166,7 +164,7 @@ class SelfAttention(Point):
         return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
 
     def _values(self, x: Tensor) -> Tensor:
-        """The values ``[R, 1, H, D]``, which are what single tokens get, such as those of images.
+        """The values ``[R, 1, H, D]``, which are the result for single tokens, such as of images.
 
         The weights of queries and keys get zeros as gradients, in the order of other clips: ZeRO
         sums gradients over ranks in the order in which they come.
@@ -224,3 +222,114 @@ class CrossAttention(nn.Module):
             out = torch.empty_like(out).index_copy(0, order, out)
         out = out.reshape(x.shape)
         return without_deferred_bias(self.proj, out) if self.defers_bias else self.proj(out)
+
+
+class PatchEmbed3D(nn.Module):
+    """Patches -> tokens. A convolution whose stride is the patch."""
+
+    def __init__(self, patch_size: tuple[int, int, int], in_channels: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv3d(in_channels, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """``[R, L, V * c]``, a patch ordered (pt, ph, pw, c) -> ``[R, L, C]``."""
+        weight = rearrange(self.proj.weight, "width c pt ph pw -> width (pt ph pw c)")
+        return F.linear(patches, weight, self.proj.bias)
+
+
+def timestep_sinusoid(t: Tensor, width: int, max_period: float = 10000.0) -> Tensor:
+    """Scalars ``[...]`` -> ``[..., width]``: cosines, then sines, and a zero if the width is odd.
+
+    The frequencies, from 1 down to nearly ``1 / max_period``, are float32, as in the released
+    models.
+    """
+    exponents = torch.arange(width // 2, dtype=torch.float32, device=t.device) / (width // 2)
+    angles = position_angles(t, torch.exp(-math.log(max_period) * exponents))
+    return F.pad(torch.cat([angles.cos(), angles.sin()], dim=-1), (0, width % 2))
+
+
+class TimestepEmbedder(nn.Module):
+    """Scalars -> vectors: cosines and sines of 128 frequencies, then a two-layer MLP."""
+
+    def __init__(self, width: int, num_frequencies: int = 256) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(num_frequencies, width), nn.SiLU(), nn.Linear(width, width)
+        )
+        self.num_frequencies = num_frequencies
+
+    def forward(self, t: Tensor) -> Tensor:
+        """``[...]`` -> ``[..., C]``."""
+        dtype = next(self.mlp.parameters()).dtype
+        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(dtype))
+
+
+class SizeEmbedder(TimestepEmbedder):
+    """Scalars of a sample (fps, sizes), each embedded alone, then concatenated."""
+
+    def forward(self, s: Tensor, num_samples: int) -> Tensor:  # type: ignore[override]
+        """``[n]`` or ``[n, k]``, n dividing ``num_samples`` (tiled) -> ``[num_samples, k * C]``."""
+        s = s[:, None] if s.ndim == 1 else s
+        if num_samples % s.shape[0]:
+            raise ValueError(
+                f"got sizes for {s.shape[0]} samples; expected {num_samples}; "
+                "pass one row per sample"
+            )
+        return super().forward(s.repeat(num_samples // s.shape[0], 1)).flatten(1)
+
+
+class CaptionEmbedder(nn.Module):
+    """Text features -> hidden width. ``y_embedding`` is the null caption, fixed at construction."""
+
+    y_embedding: Tensor
+
+    def __init__(self, in_channels: int, width: int, num_tokens: int) -> None:
+        super().__init__()
+        self.register_buffer("y_embedding", torch.randn(num_tokens, in_channels) / in_channels**0.5)
+        self.y_proj = Mlp(in_channels, width, width)
+
+    def forward(self, caption: Tensor) -> Tensor:
+        """``[..., Cy]`` -> ``[..., C]``."""
+        return self.y_proj(caption)
+
+    def pack(self, y: Tensor, mask: Tensor | None, drop: Tensor | None) -> tuple[Tensor, list[int]]:
+        """The tokens in use of each sample, one sample after the other.
+
+        The host waits for no device if ``mask`` and ``drop`` are on the CPU. Elsewhere they are
+        read back.
+
+        Args:
+            y: ``[B, 1, L, Cy]``.
+            mask: 1 for tokens in use, ``[n, L]`` or ``[n, 1, 1, L]`` with n dividing B (tiled); a
+                row of zeros counts as its first token in use.
+            drop: bool ``[B]``; True takes the null caption, all its tokens, instead of y.
+
+        Returns:
+            Packed text features ``[N, Cy]`` and the number of tokens of each sample, host integers.
+        """
+        num_samples, _, length, _ = y.shape
+        used = [[slice(0, length)]] if mask is None else used_tokens(mask.reshape(-1, length))
+        used *= num_samples // len(used)
+        dropped = [False] * num_samples if drop is None else drop.tolist()
+        null = self.y_embedding.to(y.dtype)
+
+        parts: list[Tensor] = []
+        lengths: list[int] = []
+        for caption, slices, is_dropped in zip(y[:, 0], used, dropped, strict=True):
+            used_parts = [null] if is_dropped else [caption[tokens] for tokens in slices]
+            parts += used_parts
+            lengths.append(sum(map(len, used_parts)))
+        return torch.cat(parts), lengths
+
+
+def used_tokens(mask: Tensor) -> list[list[slice]]:
+    """The runs of tokens in use of each row of a mask ``[n, L]``, or its first token if none is."""
+    used = []
+    for row in mask.tolist():
+        runs, stop = [], 0
+        for in_use, tokens in groupby(row, bool):
+            start, stop = stop, stop + len(list(tokens))
+            if in_use:
+                runs.append(slice(start, stop))
+        used.append(runs or [slice(0, 1)])
+    return used

@@ -13,9 +13,9 @@ def matches(name: str, pattern: str) -> bool:
 
 def chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     """The names that patterns choose: the last that matches decides, ``!pattern`` excludes."""
-    found = []
+    chosen_names = []
     for name in names:
         matching = [pattern for pattern in patterns if matches(name, pattern)]
         if matching and not matching[-1].startswith("!"):
-            found.append(name)
-    return found
+            chosen_names.append(name)
+    return chosen_names

@@ -1,25 +1,44 @@
 """Attention over packed tokens: samples of different lengths, one after the other.
 
-Kernels for packed tokens (``varlen.py``) take all of them in a call. Where there is none, samples
-of equal lengths share a call. Which of the two, ``attention.py`` chooses.
+Kernels for packed tokens take all of them in a call. Where there is none, samples of equal lengths
+share a call. Which of the two, ``attention.py`` chooses.
+
+Torch's kernels (``flash``, ``efficient``) have the arguments of flash-attn's
+``flash_attn_varlen_func``. They are operators of torch's nested tensors, with derivatives that
+autograd knows but without a public name before 2.10. Their first arguments have stayed the same
+since 2.2. Where a later torch changes them, ``available`` is False.
 
 Legend: N packed tokens, R rows, L tokens of a row, H heads, D head width, P pieces of samples.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import varlen
 from .packing import Call, Lengths, Packing
+
+logger = logging.getLogger(__name__)
+
+Kernel = Callable[..., Tensor]
+
+ARGUMENTS = {
+    "_flash_attention_forward": (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+    ),
+    "_efficient_attention_forward": (
+        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p "
+        "custom_mask_type compute_log_sumexp"
+    ),
+}
 
 
 def attend_packed(
@@ -29,7 +48,7 @@ def attend_packed(
     lengths: Lengths | Packing,
     *,
     attend_rows: Callable[..., Tensor],
-    kernel_for: Callable[[Tensor], varlen.Kernel | None],
+    kernel_for: Callable[[Tensor], Kernel | None],
     processors: int,
 ) -> Tensor:
     """Softmax attention of packed samples.
@@ -112,13 +131,14 @@ class Run:
     keys: int
 
 
-@lru_cache(maxsize=64)  # the blocks of a model ask alike, perhaps for thousands of rows
+# The blocks of a model ask alike, perhaps for thousands of rows.
+@lru_cache(maxsize=64)
 def runs_of(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[Run]:
     samples = groupby(zip(q_lengths, k_lengths, strict=True))
     return [Run(len(list(equal)), *lengths) for lengths, equal in samples]
 
 
-def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
+def _in_calls(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
     """Attention by a kernel for packed tokens, some pieces at a time."""
     q_parts = split(q, [sum(call.queries) for call in calls])
     k_parts, v_parts = (split(z, [sum(call.keys) for call in calls]) for z in (k, v))
@@ -127,3 +147,39 @@ def _in_calls(kernel: varlen.Kernel, q: Tensor, k: Tensor, v: Tensor, calls: lis
     for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
         out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *call.longest))
     return concat(out)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+    """FlashAttention-2 of packed tokens ``[N, H, D]`` in fp16 or bf16; returns their shape.
+
+    ``lengths`` are where queries and where keys of each piece begin, int32 ``[P + 1]`` each, and
+    the longest of each.
+    """
+    forward = torch.ops.aten._flash_attention_forward
+    out: Tensor = forward(q, k, v, *lengths, 0.0, False, False)[0]
+    return out
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+    """Memory-efficient attention with the same arguments, also in fp32."""
+    forward = torch.ops.aten._efficient_attention_forward
+    out: Tensor = forward(q[None], k[None], v[None], None, *lengths, 0.0, 0, True)[0]
+    return out.view(q.shape)
+
+
+@cache
+def available(operator: str) -> bool:
+    """True if this torch has the operator with the arguments passed here. Logs once if not."""
+    expected = ARGUMENTS[operator].split()
+    arguments: list[str] = []
+    if overloads := getattr(torch.ops.aten, operator, None):
+        arguments = [argument.name for argument in overloads.default._schema.arguments]
+    if arguments[: len(expected)] == expected:
+        return True
+
+    logger.warning(
+        "torch's %s takes %s; packed samples are grouped by their lengths instead",
+        operator,
+        arguments,
+    )
+    return False

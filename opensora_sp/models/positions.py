@@ -55,7 +55,7 @@ class PositionEmbedding2D(nn.Module):
     def forward(self, rows: Rows, device: torch.device) -> Tensor:
         """Of the patches of the local rows, float32 ``[1, S, C]`` or ``[R, 1, C]``.
 
-        With a mask each clip lies on a grid of its own size: ``[R, S, C]`` or ``[R, 1, C]``.
+        With a mask each clip lies on a grid of the clip's size: ``[R, S, C]`` or ``[R, 1, C]``.
         """
         grid, scale = rows.grid, rows.scale(device)
         patches, columns = rows.patches(device), grid.shape[2]  # [1, S] or [R, 1]
@@ -112,7 +112,8 @@ class RotaryEmbedding(nn.Module):
 
     def angles(self, rows: Rows, in_frame: bool, device: torch.device) -> Tensor:
         """``[1 or R, 1 or L, D/2]``, by the frame."""
-        assert not in_frame  # all would be the same
+        # All would be the same.
+        assert not in_frame
         return position_angles(rows.frames(device), self.freqs)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -22,10 +23,14 @@ from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT3Block
 from .conditioning import Conditioning, Text
 from .config import STDiT3Config
-from .embedders import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
-from .extra_inputs import check_extra_inputs
 from .functions import with_zero_gradients
-from .input_checks import check_conditioning_frames, check_inputs, check_packed_lengths
+from .input_checks import (
+    check_conditioning_frames,
+    check_extra_inputs,
+    check_inputs,
+    check_packed_lengths,
+)
+from .layers import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .positions import PositionEmbedding2D, RotaryEmbedding, RotaryEmbedding3D
 from .token_layout import Rows
 
@@ -43,6 +48,7 @@ class STDiT3(ConditionedModel):
     config: STDiT3Config
     Block: ClassVar[type[STDiT3Block]] = STDiT3Block
     sample_inputs = ("fps", "height", "width")
+    token_parts = ("x_embedder", "spatial_blocks", "temporal_blocks", "final_layer")
     sharding_points: Mapping[str, str | None] = MODEL_POINTS | dict(
         spatial="spatial_blocks.*.attn",
         temporal="temporal_blocks.*.attn",
@@ -60,6 +66,7 @@ class STDiT3(ConditionedModel):
 
     def __init__(self, config: STDiT3Config) -> None:
         super().__init__(config)
+        # Blocks begin with a modulation, so switches need not copy.
         self.switch.before_modulation = True
         width, depth = config.hidden_size, config.depth
         self.pos_embed = PositionEmbedding2D(width)
@@ -122,13 +129,8 @@ class STDiT3(ConditionedModel):
             height, width: size in pixels ``[B]``, which scales the spatial positions. The first
                 sample's size is used for all, or each sample's own with a ``video_mask``. Without
                 them the scale is 1 (a square of ``input_sq_size``).
-            cond, cond_mask: conditioning frames (``use_cond``), latents shaped like x and which of
-                their positions are given; embedded and added to x.
-            mask_index: indices of the conditioning frames, the same in all samples. These frames
-                attend to ``y_null`` instead of y. Required with ``cond``; may be empty.
-            y_null: text features for these frames, shaped like y, or the result of
-                ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null. By
-                default the null caption, unless y is encoded.
+            cond, cond_mask, mask_index, y_null: conditioning frames, see ``embed_patches``
+                and ``embed_texts``.
             drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Each entry skips a block's
                 modulated branches; with ``skip_temporal`` every second one has no block.
             extra: the ``extra_inputs`` of a derived model, ``[B, ...]`` each.
@@ -142,16 +144,10 @@ class STDiT3(ConditionedModel):
         check_extra_inputs(self.extra_inputs, x, extra)
 
         # The timestep, the frame rate and the text condition all tokens.
-        fps = timestep.new_full((1,), DEFAULT_FPS) if fps is None else fps
-        t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
-        t = t + self.fps_embedder(fps, len(x))[:, None]  # [B, m, C]
-        num_frames = -(-x.shape[2] // config.patch_size[0])
-        of_frames = self.embed_frames(extra, num_frames)  # [B, T, C]
-        if of_frames is not None:
-            t = (t[:, :, None] + of_frames[:, None]).flatten(1, 2)  # [B, m * T, C]
-        text = self.embed_text(y, mask, drop_caption)
-        if mask_index:
-            text = text.followed_by(self.embed_null_text(y, y_null, mask, len(x)))
+        grid = self.patch_grid(x, video_mask, height, width, trained_at=config.input_sq_size)
+        frames = self.embed_frames(extra, grid.frames)  # [B, T, C]
+        t = self.embed_timestep(timestep, x_mask, fps, frames)  # [B, m, C] or [B, m * T, C]
+        text = self.embed_texts(y, mask, drop_caption, mask_index, y_null)
         conditioning = Conditioning(
             self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
             self.conditioning_frames(x_mask),  # [B, T]
@@ -159,55 +155,59 @@ class STDiT3(ConditionedModel):
             null_frames=sorted(set(mask_index or ())),
             spatial_rope=self.rope if config.use_spatial_rope else None,
             temporal_rope=self.rope,
-            per_frame=of_frames is not None,
+            per_frame=frames is not None,
             lay_out=partial(self.lay_out, extra),
         )
 
         # Embed the patches of the local spatial rows.
-        trained_at = config.input_sq_size
-        rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
-        x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
-        if config.use_cond:
-            x = self.add_conditioning_frames(x, cond, cond_mask, rows)
-        x = x + self.pos_embed(rows, x.device).to(self.dtype)
+        rows = self.shard(grid)
+        x = self.embed_patches(x, rows, cond, cond_mask)  # [R, S, C]
 
-        scales = self.branch_scales(drop_path)
-        if config.skip_temporal:
-            x = self._run_spatial_blocks(x, rows, conditioning, scales[::2])
-            x = self.final_layer(x, t, conditioning.spatial(rows))  # [R, S, V * C_out]
-            return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
+        # Spatial and temporal blocks in turn; the rows of a block are attention sequences.
+        # The tables of all blocks are added to the modulation at once.
+        blocks = self.blocks
+        tables = conditioning.tables([block.scale_shift_table for block in blocks])
+        scales = self.branch_scales(drop_path)[:: 2 * config.depth // len(blocks)]
+        for i, block in enumerate(blocks):
+            switches = config.alternates and i + 1 < len(blocks)
+            condition = conditioning.of(block.layout, rows)
+            x = self.run_part(block, x, condition, tables[i], scales[i], last=not switches)
+            if switches:
+                x, rows = self.switch(x, rows)  # [R, S, C] -> [R, T, C], or back
 
-        pairs: list[Any] = list(zip(self.spatial_blocks, self.temporal_blocks, strict=True))
-        tables = conditioning.tables([block.scale_shift_table for pair in pairs for block in pair])
-        for i, (spatial_block, temporal_block) in enumerate(pairs):
-            of_block = tables[2 * i], scales[2 * i]
-            x = self.run_part(spatial_block, x, conditioning.spatial(rows), *of_block)
-            x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
-
-            last = i + 1 == config.depth
-            of_block = tables[2 * i + 1], scales[2 * i + 1]
-            x = self.run_part(temporal_block, x, conditioning.temporal(rows), *of_block, last=last)
-            if not last:
-                x, rows = self.switch(x, rows)  # [R, S, C], spatial rows
-
-        x = self.final_layer(x, t, conditioning.temporal(rows))  # [R, T, V * C_out]
+        x = self.final_layer(x, t, condition)  # [R, L, V * C_out]
         return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
 
-    def _run_spatial_blocks(
-        self, x: Tensor, rows: Rows, conditioning: Conditioning, scales: Sequence[Tensor | None]
+    @property
+    def blocks(self) -> list[Any]:
+        """The blocks in the order in which they run."""
+        if self.config.skip_temporal:
+            return list(self.spatial_blocks)
+        pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
+        return list(chain.from_iterable(pairs))
+
+    def embed_timestep(
+        self,
+        timestep: Tensor,
+        x_mask: Tensor | None,
+        fps: Tensor | None,
+        frames: Tensor | None,
     ) -> Tensor:
-        """All blocks of a model of images: tokens ``[R, S, C]`` stay in their rows."""
-        blocks: list[Any] = list(self.spatial_blocks)
-        tables = conditioning.tables([block.scale_shift_table for block in blocks])
-        for block, *of_block in zip(blocks, tables, scales, strict=True):
-            x = self.run_part(block, x, conditioning.spatial(rows), *of_block, last=True)
-        return x
+        """Embedding of timestep and frame rate, ``[B, m, C]``; with ``frames`` ``[B, m * T, C]``.
+
+        Args:
+            frames: ``[B, T, C]``, the result of ``embed_frames``.
+        """
+        fps = timestep.new_full((1,), DEFAULT_FPS) if fps is None else fps
+        t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
+        t = t + self.fps_embedder(fps, len(timestep))[:, None]  # [B, m, C]
+        return t if frames is None else (t[:, :, None] + frames[:, None]).flatten(1, 2)
 
     def embed_frames(self, extra: Mapping[str, Tensor], num_frames: int) -> Tensor | None:
-        """What is added to each frame's embedding of the timestep, ``[B, T, C]``; None for nothing.
+        """Further embedding of each frame, ``[B, T, C]``, added to the timestep's; None for none.
 
         For derived models, which make it of their ``extra_inputs``. Every rank computes it for all
-        frames, and blocks read those of the local rows.
+        frames, and blocks read the frames of the local rows.
 
         Args:
             num_frames: T, frames of patches.
@@ -215,32 +215,59 @@ class STDiT3(ConditionedModel):
         return None
 
     def lay_out(self, extra: Mapping[str, Tensor], rows: Rows) -> Mapping[str, Any]:
-        """What blocks read as ``condition.extra``, made of ``extra_inputs`` for the local rows.
+        """Lay out ``extra_inputs`` for the local rows; blocks read them as ``condition.extra``.
 
-        For derived models. It is called once for the rows of spatial and once for those of temporal
-        blocks. ``self.patchify(z, rows)`` has the local patches of a tensor like x, and
+        For derived models. It is called once for the rows of spatial and once for the rows of
+        temporal blocks. ``self.patchify(z, rows)`` has the local patches of a tensor like x, and
         ``Text(tokens, lengths).of_rows(rows)`` the sequences that local tokens may attend to.
         """
         return {}
 
-    def add_conditioning_frames(
-        self, x: Tensor, cond: Tensor | None, cond_mask: Tensor | None, rows: Rows
+    def embed_patches(
+        self, x: Tensor, rows: Rows, cond: Tensor | None, cond_mask: Tensor | None
     ) -> Tensor:
-        """Tokens ``[R, S, C]`` with those of conditioning frames added, if there are any."""
-        embed, embed_mask = self.x_embedder_cond, self.x_embedder_cond_mask
-        if cond is None or cond_mask is None:
-            # Gradients in the order of batches that have conditioning frames.
-            return with_zero_gradients(x, *embed.parameters(), *embed_mask.parameters())
-        frames = embed(self.patchify(cond, rows)) + embed_mask(self.patchify(cond_mask, rows))
-        return x + frames
+        """The local patches with their positions, and conditioning frames: tokens ``[R, S, C]``.
 
-    def embed_null_text(
-        self, y: Tensor | Text, y_null: Tensor | Text | None, mask: Tensor | None, num_samples: int
+        Args:
+            cond, cond_mask: conditioning frames of a model with ``use_cond``, latents shaped like
+                x, and which of their positions are given; None without conditioning frames.
+        """
+        tokens = self.x_embedder(self.patchify(x, rows))
+        if self.config.use_cond:
+            embed, embed_mask = self.x_embedder_cond, self.x_embedder_cond_mask
+            if cond is None or cond_mask is None:
+                # Gradients in the order of batches that have conditioning frames.
+                unused = *embed.parameters(), *embed_mask.parameters()
+                tokens = with_zero_gradients(tokens, *unused)
+            else:
+                frames = embed(self.patchify(cond, rows))
+                tokens = tokens + (frames + embed_mask(self.patchify(cond_mask, rows)))
+        return tokens + self.pos_embed(rows, x.device).to(self.dtype)
+
+    def embed_texts(
+        self,
+        y: Tensor | Text,
+        mask: Tensor | None,
+        drop: Tensor | None,
+        mask_index: Sequence[int] | None,
+        y_null: Tensor | Text | None,
     ) -> Text:
-        """What conditioning frames attend to: ``y_null``, or y with all captions dropped."""
+        """The captions, and after them a second one of each sample for its conditioning frames.
+
+        Args:
+            mask_index: indices of the conditioning frames, the same in all samples. These frames
+                attend to ``y_null`` instead of y. Required with ``cond``; may be empty.
+            y_null: text features for these frames, shaped like y, or the result of
+                ``encode_text``. Unless they are encoded, ``mask`` applies to both y and y_null. By
+                default the null caption, unless y is encoded.
+        """
+        text = self.embed_text(y, mask, drop)
+        if not mask_index:
+            return text
         if y_null is not None:
-            return self.embed_text(y_null, mask, None)
-        return self.embed_text(y, mask, torch.ones(num_samples, dtype=torch.bool))
+            return text.followed_by(self.embed_text(y_null, mask, None))
+        everything = torch.ones(len(text.lengths), dtype=torch.bool)
+        return text.followed_by(self.embed_text(y, mask, everything))
 
     def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
         """Captions packed and projected; with ``skip_y_embedder`` they are already."""

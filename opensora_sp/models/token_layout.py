@@ -15,13 +15,13 @@ For a sample of T = 2 frames of S = 3 patches, where 12 is patch 2 of frame 1::
                             patch 2:  02 12
 
 ``PatchGrid`` describes all patches of a batch. ``Rows`` is a contiguous range of its rows in one
-layout: those that a tensor holds. The bare model holds all rows; under sequence parallelism each
+layout: the rows of a tensor. The bare model holds all rows; under sequence parallelism each
 rank holds a range. ``Rows.slice`` cuts the patches of these rows out of a latent,
 ``Rows.transpose`` brings tokens into the other layout, and ``unpatchify`` makes a latent of them
 again.
 
 Where temporal attention goes over windows of patches through all frames, temporal rows lie in the
-order of the windows. ``token_groups.py`` has the tokens of the rows that attend to each other.
+order of the windows. ``Rows.groups`` has the tokens that attend to each other (``packing.py``).
 
 Legend: B samples, T frames of patches, H x W patches per frame, S = H * W, R local rows, L row
 length (S or T), c channels of a latent, (pt, ph, pw) patch size, V = pt * ph * pw patch volume.
@@ -30,9 +30,11 @@ length (S or T), c channels of a latent, (pt, ph, pw) patch size, V = pt * ph * 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,16 +46,8 @@ from opensora_sp.common.graphs import uncompiled
 from opensora_sp.common.tensors import to_device
 
 from .attention import Backends
-from .take import take
-from .token_groups import (
-    ROWS,
-    Groups,
-    VideoMask,
-    Windows,
-    group_tokens,
-    holds_whole_units,
-    windows_of,
-)
+from .functions import take
+from .packing import ROWS, Groups, VideoMask, Windows, windows_of
 
 SPATIAL = "spatial"
 TEMPORAL = "temporal"
@@ -135,7 +129,8 @@ class PatchGrid:
         """The groups of tokens that were found so far."""
         return [entry for entry in self._cache.entries.values() if isinstance(entry, Groups)]
 
-    @uncompiled  # inside of a graph, the cache would be guarded
+    # Inside of a graph, the cache would be guarded.
+    @uncompiled
     def window_order(self, device: torch.device, *, inverse: bool = False) -> Tensor:
         """The patches window by window, or the permutation back to line by line: int64 ``[S]``."""
         if inverse:
@@ -221,7 +216,7 @@ class Rows:
             unless there are unequal parts of several samples.
 
         The backward of a broadcast is a reduction, which accumulates bf16 in fp32 and in a fixed
-        order. That of ``index_select`` adds row after row into one row of bf16, on CUDA by atomics.
+        order. ``index_select`` adds row after row into one row of bf16, on CUDA by atomics.
         """
         if self.count and not (self.start % self.per_sample or self.stop % self.per_sample):
             return values[self.start // self.per_sample : self.stop // self.per_sample]
@@ -246,7 +241,8 @@ class Rows:
     def patches(self, device: torch.device) -> Tensor:
         """The patch, 0 to S - 1, of each local row and token, int64: ``[1, S]`` or ``[R, 1]``."""
         if self.layout == SPATIAL:
-            return torch.arange(self.length, device=device)[None]  # a row runs through all patches
+            # A row runs through all patches.
+            return torch.arange(self.length, device=device)[None]
         rows = torch.arange(self.start, self.stop, device=device)[:, None] % self.per_sample
         return rows if self.grid.windows is None else self.grid.window_order(device)[rows]
 
@@ -266,7 +262,7 @@ class Rows:
     def transpose(self, x: Tensor, *, copy: bool = True) -> tuple[Tensor, Rows]:
         """Tokens ``[R, L, C]`` of whole samples in the other layout, and the rows of these.
 
-        Without ``copy`` those of a single sample may be a view.
+        Without ``copy`` the tokens of a single sample may be a view.
         """
         grid, x = self.grid, x.unflatten(0, (-1, self.per_sample))  # [samples, rows, L, C]
         if grid.windows is not None and self.layout == TEMPORAL:
@@ -275,13 +271,14 @@ class Rows:
         if grid.windows is not None and self.layout == SPATIAL:
             x = take(x, grid.window_order(x.device), dim=1)
 
+        # Samples are whole, so rows begin and end with a sample in both layouts.
         start, stop = (edge // self.per_sample * self.length for edge in (self.start, self.stop))
         x = x.flatten(0, 1)
         return x.contiguous() if copy else x, self.transposed().take(start, stop)
 
     @property
     def are_sequences(self) -> bool:
-        """Whether each row is one attention sequence (no windows, mask or full attention)."""
+        """True if each row is one attention sequence (no windows, mask or full attention)."""
         in_windows = self.layout == TEMPORAL and self.grid.kernel is not None
         return self.grid.mask is None and not in_windows and not self.grid.full
 
@@ -300,19 +297,70 @@ class Rows:
 
         Args:
             units: numbers of the frames, patches, windows or samples that the tokens make up, in
-                their order and counted sample by sample; None for those of the local rows.
+                their order and counted sample by sample; None for the units of the local rows.
         """
         return ROWS if self.are_sequences else self._groups(units)
 
-    @uncompiled  # inside of a graph, the cache would be guarded
+    # Inside of a graph, the cache would be guarded.
+    @uncompiled
     def _groups(self, units: Sequence[int] | None) -> Groups:
         key = (self.layout, self.start, self.stop) if units is None else (self.layout, tuple(units))
-        return self.grid.cached(key, lambda: group_tokens(self, units))
+        return self.grid.cached(key, lambda: self._find_groups(units))
 
     @property
-    def own_groups(self) -> Groups | None:
+    def local_groups(self) -> Groups | None:
         """``groups()`` of the local rows; None if parts of these attend elsewhere."""
-        return self.groups() if self.are_sequences or holds_whole_units(self) else None
+        starts = self._unit_starts()
+        are_whole = all(edge % self.per_sample in starts for edge in (self.start, self.stop))
+        return self.groups() if self.are_sequences or are_whole else None
+
+    def _unit_starts(self) -> Sequence[int]:
+        """The first row of each unit of a sample: of the rows, windows or samples that attend."""
+        if self.grid.full:
+            return [0]
+        if self.layout == TEMPORAL and self.grid.windows is not None:
+            return [0, *accumulate(self.grid.windows.sizes[:-1])]
+        return range(self.per_sample)
+
+    def _find_groups(self, units: Sequence[int] | None) -> Groups:
+        grid, starts = self.grid, self._unit_starts()
+        are_rows = len(starts) == self.per_sample
+        if grid.mask is None and are_rows:
+            return ROWS
+
+        def first_row(unit: int) -> int:
+            sample, number = divmod(unit, len(starts))
+            return sample * self.per_sample + starts[number]
+
+        def unit_at(row: int) -> int:
+            sample, number = divmod(row, self.per_sample)
+            return sample * len(starts) + bisect_left(starts, number)
+
+        if units is None:
+            units = range(unit_at(self.start), unit_at(self.stop))
+            ends = first_row(units.start), first_row(units.stop)
+            assert ends == (self.start, self.stop), "local rows begin and end with a unit"
+        if grid.mask is None or not units:
+            sizes = [first_row(unit + 1) - first_row(unit) for unit in units]
+            return Groups.of([size * self.length for size in sizes])
+
+        # Which tokens of the units, from the first to the last, are inside of their clip.
+        first, last = min(units), max(units) + 1
+        start, stop = first_row(first), first_row(last)
+        inside = self.take(start, stop).inside(torch.device("cpu")).any(-1).flatten()
+
+        # How many these are in each of the units.
+        edges = [(first_row(unit) - start) * self.length for unit in range(first, last + 1)]
+        counts = F.pad(inside.cumsum(0), (1, 0))[edges].diff().tolist()
+        if are_rows and sum(counts) == len(inside):
+            return ROWS
+
+        # The units as they are passed: in another order, perhaps more than once.
+        numbers = [unit - first for unit in units]
+        if not isinstance(units, range):
+            inside = torch.cat([inside[edges[i] : edges[i + 1]] for i in numbers])
+        index = to_device(inside.nonzero().flatten(), grid.mask.positions.device)
+        return Groups.of([counts[i] for i in numbers if counts[i]], index)
 
     def slice(self, z: Tensor) -> Tensor:
         """Cut the patches of these rows out of a whole tensor.

@@ -1,13 +1,18 @@
 """Sequence parallelism in plain torch: mesh, layouts, strategies, hooks attached to a model."""
 
-from .debug.comm_counter import CommLedger
-from .debug.comm_timing import CommTimer
+from .debug.communication import CommLedger, CommTimer
 from .debug.parity import Verdict, verify_step
-from .mesh import SequenceMesh, check_sp_size
+from .engine import Shard
+from .mesh import (
+    SequenceMesh,
+    check_sp_size,
+    closing_process_group,
+    drain_process_group,
+    shutdown_process_group,
+)
 from .options import Options
-from .parallelize import Shard, held_rows, parallelize, unwrap
+from .parallelize import held_rows, parallelize, unwrap
 from .shard_plan import ShardPlan, register_plan
-from .shutdown import closing_process_group, drain_process_group, shutdown_process_group
 
 __all__ = [
     "CommLedger",

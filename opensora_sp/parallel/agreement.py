@@ -1,4 +1,4 @@
-"""Comparison between ranks: whether they hold the same entries, and if not, the first difference.
+"""Comparison between ranks of entries, such as of a model, up to the first difference.
 
 Ranks compare one number, a digest of their entries. Only if it differs, they gather the entries
 themselves.
@@ -28,80 +28,80 @@ def digest(entries: Mapping[str, str], *more: str) -> str:
     return hashed.hexdigest()
 
 
-def all_agree(own: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether all ranks of a group have the same digest. Collective."""
-    number = int(own, 16)
+def all_agree(rank_digest: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """True if all ranks of a group have the same digest. Collective."""
+    number = int(rank_digest, 16)
     both = torch.tensor([number, -number], device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     largest, smallest_negated = both.tolist()
     return bool(largest == -smallest_negated)
 
 
-def gathered(own: Entries, group: dist.ProcessGroup | None) -> dict[int, Entries]:
+def gathered(entries: Entries, group: dist.ProcessGroup | None) -> dict[int, Entries]:
     """The entries of all ranks of a group, by global rank. Collective."""
     ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
     seen: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(seen, own, group=group)
+    dist.all_gather_object(seen, entries, group=group)
     return dict(zip(ranks, seen, strict=True))
 
 
 def differences(seen: Mapping[int, Entries]) -> list[str]:
     """The entries that differ between ranks, in order, with each rank's value."""
     names = dict.fromkeys(chain.from_iterable(seen.values()))
-    found = []
+    differing = []
     for name in names:
-        values: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for rank, entries in seen.items():
-            values.setdefault(entries.get(name, ABSENT), []).append(rank)
-        if len(values) > 1:
-            listed = [f"{value} on {_ranks(ranks)}" for value, ranks in values.items()]
-            found.append(f"{name} is {', '.join(listed)}")
-    return found
+            ranks_by_text.setdefault(entries.get(name, ABSENT), []).append(rank)
+        if len(ranks_by_text) > 1:
+            listed = [f"{text} on {_ranks(ranks)}" for text, ranks in ranks_by_text.items()]
+            differing.append(f"{name} is {', '.join(listed)}")
+    return differing
 
 
-def first_of(found: Sequence[str]) -> str:
-    """The first difference, and how many there are beside it."""
-    others = len(found) - 1
+def first_of(differing: Sequence[str]) -> str:
+    """The first difference, and the number of others."""
+    others = len(differing) - 1
     if not others:
-        return found[0]
-    return f"{found[0]} (and {others} more {'entries' if others > 1 else 'entry'})"
+        return differing[0]
+    return f"{differing[0]} (and {others} more {'entries' if others > 1 else 'entry'})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
-def describe(value: Any) -> str:
+def describe(argument: Any) -> str:
     """Shape and dtype of a tensor, a plain value as it is, what a container holds, or the type."""
-    if isinstance(value, Tensor):
-        return f"{list(value.shape)} {value.dtype}".replace("torch.", "")
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(describe, value))}]"
-    if isinstance(value, Mapping):
-        entries = [f"{key}: {describe(one)}" for key, one in value.items()]
+    if isinstance(argument, Tensor):
+        return f"{list(argument.shape)} {argument.dtype}".replace("torch.", "")
+    if argument is None or isinstance(argument, (bool, int, float, str)):
+        return repr(argument)
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(map(describe, argument))}]"
+    if isinstance(argument, Mapping):
+        entries = [f"{key}: {describe(entry)}" for key, entry in argument.items()]
         return f"{{{', '.join(entries)}}}"
 
-    # Encoded text describes itself: each rank holds the captions of its own tokens.
-    if isinstance(form := getattr(value, "shared_form", None), str):
+    # Encoded text describes itself: each rank holds the captions of its local tokens.
+    if isinstance(form := getattr(argument, "shared_form", None), str):
         return form
-    if is_dataclass(value) and not isinstance(value, type):
-        described = map(describe, fields_of(value).values())
-        return f"{type(value).__name__} {' '.join(described)}"
-    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+    if is_dataclass(argument) and not isinstance(argument, type):
+        described = map(describe, fields_of(argument).values())
+        return f"{type(argument).__name__} {' '.join(described)}"
+    return str(argument) if isinstance(argument, torch.dtype) else type(argument).__name__
 
 
-def fields_of(value: Any) -> dict[str, Any]:
+def fields_of(argument: Any) -> dict[str, Any]:
     """A dataclass' fields by name, not deeper."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {field.name: getattr(argument, field.name) for field in fields(argument)}
 
 
 def describe_model(model: nn.Module) -> Entries:
     """Class, config, and name, shape, dtype and trainability of each parameter; no values."""
     entries = {"the class": f"{type(model).__module__}.{type(model).__qualname__}"}
-    for name, value in _config(model):
-        entries[f"config.{name}"] = describe(value)
+    for name, setting in _config(model):
+        entries[f"config.{name}"] = describe(setting)
     for name, parameter in model.named_parameters():
         trainability = "trainable" if parameter.requires_grad else "frozen"
         entries[f"parameter {name}"] = f"{describe(parameter)} {trainability}"
@@ -116,7 +116,7 @@ def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
     elif callable(getattr(config, "to_dict", None)):
         config = config.to_dict()
     named = config.items() if isinstance(config, Mapping) else ()
-    return [(str(name), value) for name, value in named if not str(name).startswith("_")]
+    return [(str(name), setting) for name, setting in named if not str(name).startswith("_")]
 
 
 class ModelForm:
@@ -154,16 +154,16 @@ def check_same_model(model: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: the same on all ranks, naming the first entry that differs.
     """
-    own = describe_model(model)
-    if not all_agree(digest(own), None, device):
-        refuse_models(differences(gathered(own, None)), "of the run")
+    entries = describe_model(model)
+    if not all_agree(digest(entries), None, device):
+        refuse_models(differences(gathered(entries, None)), "of the run")
 
 
-def refuse_models(found: Sequence[str], which: str) -> None:
+def refuse_models(differing: Sequence[str], which: str) -> None:
     """Raise the error of models that differ between the ranks ``which``, if they do."""
-    if found:
+    if differing:
         raise ValueError(
-            f"got different models on the ranks {which}: {first_of(found)}; expected the same "
+            f"got different models on the ranks {which}: {first_of(differing)}; expected the same "
             "class, config and parameters (names, shapes, dtypes, trainable or frozen) on all of "
             "them; build, cast and freeze the model alike on every rank"
         )

@@ -1,4 +1,8 @@
-"""The size of a batch and of the model that computes it: what a parallel strategy is chosen by.
+"""The size of a batch: its patches and rows, as the engine reads them, and its shape, by which a
+parallel strategy is chosen.
+
+``models/token_layout.py`` implements ``Grid`` and ``Rows`` for latents, ``module_points.py`` for
+the tokens of any other model.
 
 Legend: B samples, T frames, S patches of a frame, H heads.
 """
@@ -7,16 +11,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from .layout import BatchAxes, Partition, rank_ranges
-from .protocols import Grid
 
 Stated = TypeVar("Stated")
 
 
+class Grid(Protocol):
+    """The patches of a batch: B samples of T frames of S patches.
+
+    ``full``: all tokens of a sample attend together.
+    """
+
+    num_samples: int
+    full: bool
+    shape: tuple[int, int, int]
+    frames: int
+    patches_per_frame: int
+    windows: Partition | None
+
+    def rows(self, layout: str) -> Rows: ...
+
+
+class Rows(Protocol):
+    """Rows ``[start, stop)`` of a layout, "spatial" or "temporal", each of ``length`` tokens."""
+
+    grid: Grid
+    layout: str
+    start: int
+    stop: int
+    length: int
+    total: int
+    count: int
+
+    def take(self, start: int, stop: int) -> Rows: ...
+    def transposed(self) -> Rows: ...
+    def transpose(self, x: Tensor) -> tuple[Tensor, Rows]: ...
+
+
+class LatentGrid(Grid, Protocol):
+    """A grid of patches of latents."""
+
+    patch_volume: int
+
+
+class LatentRows(Rows, Protocol):
+    """Rows that know their place in the latents of the batch."""
+
+    grid: LatentGrid
+    are_sequences: bool
+
+    def groups(self, units: Sequence[int] | None = None) -> Any: ...
+    def transposed(self) -> LatentRows: ...
+    def slice(self, z: Tensor) -> Tensor: ...
+    def samples(self, device: torch.device) -> Tensor: ...
+    def inside(self, device: torch.device) -> Tensor: ...
+
+
 def alternates(config: Any) -> bool:
-    """Whether a model of this config has temporal blocks beside the spatial ones; most have."""
+    """True if a model of this config has temporal blocks as well as spatial ones; most have."""
     return getattr(config, "alternates", True)
 
 
@@ -34,7 +91,8 @@ class BatchShape:
     heads: int
     depth: int = 1
     windows: Partition | None = None  # of temporal attention
-    full: bool = False  # all tokens of a sample attend to each other
+    # All tokens of a sample attend to each other.
+    full: bool = False
     alternates: bool = True
 
     @classmethod
@@ -67,7 +125,7 @@ class BatchShape:
         )
 
     def of_blocks(self, pair: Sequence[Stated]) -> Sequence[Stated]:
-        """Of what is stated for a spatial and a temporal block, that of the blocks there are."""
+        """The entries of a (spatial, temporal) pair that the model has blocks for."""
         return pair if self.alternates else pair[:1]
 
     @property

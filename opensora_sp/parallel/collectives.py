@@ -19,8 +19,7 @@ from torch import Tensor
 
 from opensora_sp.common.graphs import Context, Once, Pair, uncompiled
 
-from .debug.comm_counter import record
-from .debug.comm_timing import communicating
+from .debug.communication import communicating, record
 from .layout import ExchangePlan
 from .mesh import ImaginedGroup
 from .typed import once_differentiable
@@ -45,6 +44,7 @@ def all_to_all(
     if isinstance(group, ImaginedGroup):
         return out, cast(dist.Work, group)
 
+    # A rank's own part is copied, not sent.
     to_others = sum(send) - send[dist.get_rank(group)]
     elements = to_others * x[:1].numel()
     record(kind, backward=backward, elements=elements, element_size=x.element_size())
@@ -114,6 +114,7 @@ def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
     pack, place = ctx.saved_tensors
     send, recv, group, kind, backward = ctx.others
+    # Recorded as backward, unless this is the backward of a backward.
     back = _exchange(grad.contiguous(), place, pack, recv, send, group, kind, not backward)
     return back, *[None] * 7
 
@@ -201,12 +202,13 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        own, sizes = ctx.splits
-        parts, _ = ctx.send(grad, sizes, own, backward=True)
-        return parts.unflatten(0, (len(own), own[0])).sum(0), None, None
+        local_sizes, sizes = ctx.splits
+        parts, _ = ctx.send(grad, sizes, local_sizes, backward=True)
+        return parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0), None, None
 
 
-@uncompiled  # as an autograd function it would be traced, and what is sent with it
+# As an autograd function it would be traced, and its exchange as well.
+@uncompiled
 def gather_rows(
     x: Tensor, sizes: list[int], group: dist.ProcessGroup, *, kind: str = "gather"
 ) -> Tensor:

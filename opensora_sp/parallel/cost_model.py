@@ -1,7 +1,7 @@
-"""Speed of a device and of its links: what strategies, planner, schedule and sampler choose by.
+"""Speed of a device and of its links, by which strategies, planner, schedule and sampler choose.
 
-``CostModel`` has every rate, ``PRESETS`` those of known devices; ``opensora-sp plan --calibrate``
-measures them. Costs are in seconds.
+``CostModel`` has every rate, ``PRESETS`` the models of known devices; ``opensora-sp plan
+--calibrate`` measures them. Costs are in seconds.
 
 Legend: B samples, T frames, S patches of a frame, C hidden width, P ranks.
 """
@@ -16,10 +16,12 @@ from .batch_shape import BatchShape
 
 ELEMENT_BYTES = 2  # bf16
 
-TIMES = ("latency", "network_latency", "launch")  # in seconds; may be 0
+# In seconds; may be 0.
+TIMES = ("latency", "network_latency", "launch")
 MIN_RATE = 1e-30
 
-CHUNK_LAUNCHES = 40  # of one more chunk at the end of a block: 10 in forward, 30 in backward
+# Of one more chunk at the end of a block: 10 in forward, 30 in backward.
+CHUNK_LAUNCHES = 40
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class CostModel:
 
     # The host took 2.4 ms for a pair of blocks of STDiT3-XL/2 in plain torch, which are 250
     # operators, and 3.0 ms with Triton kernels (docs/performance.md), on a core that is slower than
-    # a GPU server's. For kernels alone, 4 to 6 us were measured beside an H200.
+    # a GPU server's. For kernels alone, 4 to 6 us were measured next to an H200.
     launch: float = 8e-6
     asynchronous: bool = True
 
@@ -90,12 +92,12 @@ class CostModel:
     name: str = "H100"
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            least = 0 if one.name in TIMES else MIN_RATE
-            if one.type == "float" and not least <= value < math.inf:
+        for rate in fields(self):
+            number = getattr(self, rate.name)
+            least = 0 if rate.name in TIMES else MIN_RATE
+            if rate.type == "float" and not least <= number < math.inf:
                 raise ValueError(
-                    f"got {one.name}={value} of the cost model {self.name!r}; expected positive "
+                    f"got {rate.name}={number} of the cost model {self.name!r}; expected positive "
                     "rates, and times of at least 0; take a preset of "
                     "opensora_sp.parallel.cost_model"
                 )
@@ -157,26 +159,28 @@ class CostModel:
         """
         width, heads = shape.width, shape.heads
         sent = (ranks - 1) / ranks * width * ELEMENT_BYTES
-        held = max(shape.entries(row_layout, ranks))
-        of_heads = -(-num_units * heads // ranks)  # units of one head on the busiest rank
+        local_tokens = max(shape.entries(row_layout, ranks))
+        # Units of one head on the busiest rank.
+        head_units = -(-num_units * heads // ranks)
 
-        def compute(tokens: int, of_heads: int) -> float:
-            attention = self.attention(of_heads, unit, unit, width // heads)
+        def compute(tokens: int, head_units: int) -> float:
+            attention = self.attention(head_units, unit, unit, width // heads)
             return block_flops(tokens, width) / self.flops + attention
 
         return FewUnitsCosts(
             whole=compute(unit, heads) + link.seconds(switches * sent * unit, exchanges=switches),
-            heads=compute(held, of_heads) + link.seconds(4 * sent * held, exchanges=2),
+            heads=compute(local_tokens, head_units)
+            + link.seconds(4 * sent * local_tokens, exchanges=2),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """All rates by name, as JSON values."""
-        values = asdict(self)
-        return {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
+        rates = asdict(self)
+        return {n: list(rate) if isinstance(rate, tuple) else rate for n, rate in rates.items()}
 
     def as_settings(self) -> dict[str, Any]:
         """All rates, under names by which ranks compare them with the rest of a config."""
-        return {f"cost_model.{name}": value for name, value in self.to_dict().items()}
+        return {f"cost_model.{name}": rate for name, rate in self.to_dict().items()}
 
     @classmethod
     def from_dict(cls, values: Any) -> CostModel:
@@ -186,7 +190,7 @@ class CostModel:
             ValueError: if a name is missing or unknown, or a value is no such rate.
         """
         given = set(values) if isinstance(values, dict) else set()
-        names = {one.name for one in fields(cls)}
+        names = {rate.name for rate in fields(cls)}
         if given != names:
             raise ValueError(
                 f"got a cost model without {sorted(names - given)} and with the unknown "
@@ -194,16 +198,16 @@ class CostModel:
                 "CostModel; measure it anew with opensora-sp plan --calibrate FILE"
             )
 
-        for name, value in values.items():
-            if not _is_like(value, getattr(H100, name)):
+        for name, rate in values.items():
+            if not _is_like(rate, getattr(H100, name)):
                 raise ValueError(
-                    f"got {name} {value!r} in a cost model; expected a value like "
+                    f"got {name} {rate!r} in a cost model; expected a value like "
                     f"{getattr(H100, name)!r}; measure it anew with opensora-sp plan --calibrate "
                     "FILE"
                 )
         read: dict[str, Any] = {}
-        for name, value in values.items():
-            read[name] = tuple(value) if isinstance(value, list) else value
+        for name, rate in values.items():
+            read[name] = tuple(rate) if isinstance(rate, list) else rate
         return cls(**read)
 
 
@@ -231,8 +235,8 @@ CPU = CostModel(
     name="CPU",
 )
 
-PRESETS = {one.name: one for one in (H100, H200, CPU)}
-GPUS = {name: one for name, one in PRESETS.items() if one.asynchronous}
+PRESETS = {model.name: model for model in (H100, H200, CPU)}
+GPUS = {name: model for name, model in PRESETS.items() if model.asynchronous}
 
 
 def preset_of(device_name: str | None) -> CostModel:
@@ -242,7 +246,7 @@ def preset_of(device_name: str | None) -> CostModel:
     """
     if device_name is None:
         return CPU
-    return next((one for name, one in GPUS.items() if name in device_name), H100)
+    return next((model for name, model in GPUS.items() if name in device_name), H100)
 
 
 @dataclass(frozen=True)
@@ -265,7 +269,7 @@ class FewUnitsCosts:
 class ChunkCosts:
     """Time of a switch of ``num_bytes`` on the busiest rank, and of sending it in chunks.
 
-    Of K chunks all but the last are sent beside the computation in forward, which saves 1 - 1/K of
+    Of K chunks all but the last are sent during the computation in forward, which saves 1 - 1/K of
     the switch. Each further chunk costs launches.
     """
 
@@ -313,8 +317,8 @@ def _padded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _is_like(value: Any, sample: Any) -> bool:
-    """Whether a value of JSON stands for one of the sample's type."""
+def _is_like(rate: Any, sample: Any) -> bool:
+    """True if a value of JSON stands for a rate of the sample's type."""
     if isinstance(sample, tuple):
-        return isinstance(value, list) and [type(one) for one in value] == [int] * len(sample)
-    return type(value) in ((int, float) if isinstance(sample, float) else (type(sample),))
+        return isinstance(rate, list) and [type(n) for n in rate] == [int] * len(sample)
+    return type(rate) in ((int, float) if isinstance(sample, float) else (type(sample),))

@@ -24,11 +24,11 @@ heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from opensora_sp.common.tensors import to_device
 
-from .typed import Decorated
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 Range: TypeAlias = tuple[int, int]  # [start, stop)
 Ranges: TypeAlias = tuple[Range, ...]
@@ -44,13 +44,15 @@ Ranges: TypeAlias = tuple[Range, ...]
 SPATIAL_ROWS = "b t | s"
 TEMPORAL_ROWS = "b s | t"
 WINDOW_ROWS = "b w | p t"
-WINDOW_COLUMNS = "b w p | t"  # rows in the order of the windows, distributed one by one
+# Rows in the order of the windows, distributed one by one.
+WINDOW_COLUMNS = "b w p | t"
 
 
 class Partition(Protocol):
     """A division of a frame's S patches into windows. Plans are cached by its hash."""
 
-    order: tuple[int, ...]  # the patches, window by window
+    # The patches, window by window.
+    order: tuple[int, ...]
     sizes: tuple[int, ...]  # of the windows
 
     def __hash__(self) -> int: ...
@@ -99,8 +101,8 @@ class ExchangePlan:
         return sum(self.send_splits) - self.send_splits[rank]
 
 
-def _cached(function: Decorated) -> Decorated:
-    """Keep results. Those of sampling serve training as well, those under fake tensors are real."""
+def _cached(function: Function) -> Function:
+    """Keep results: of sampling for training as well, and real ones under fake tensors."""
 
     @lru_cache(maxsize=1024)
     @wraps(function)
@@ -108,7 +110,7 @@ def _cached(function: Decorated) -> Decorated:
         with torch.inference_mode(False), unset_fake_temporarily():
             return function(*args, **kwargs)
 
-    return cast(Decorated, cached)
+    return cast(Function, cached)
 
 
 @_cached
@@ -125,7 +127,7 @@ def plan_exchange(
     """Plan one rank's part in an exchange of all entries from one layout to another.
 
     Every rank's range in the layout ``source`` may be sent in several chunks, one all-to-all each.
-    They are cut between rows (entries that differ only in the last axis). The plan is that of one
+    They are cut between rows (entries that differ only in the last axis). The plan is for one
     ``chunk``: ``pack`` indexes into the chunk, and ``place`` covers a part of the result. Plans are
     cached.
 
@@ -137,8 +139,8 @@ def plan_exchange(
 
     # What this rank sends: the receiver of each entry of its chunk.
     chunks: list[Range] = []
-    for held in source_ranges:
-        chunks += [source_layout.chunk(held, c, num_chunks) for c in range(num_chunks)]
+    for source_range in source_ranges:
+        chunks += [source_layout.chunk(source_range, c, num_chunks) for c in range(num_chunks)]
     entries = torch.arange(*chunks[rank * num_chunks + chunk])
     receiver = _piece(source_layout.positions_in(target_layout, entries), target_ranges)
 
@@ -174,8 +176,8 @@ def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -
         rank: the rank to plan for. ``pack`` indexes its own entries; ``place`` has the indices of
             those it receives.
     """
-    sent = [of_receiver[made[rank]].nonzero().flatten() for of_receiver in wanted]
-    arriving = [of_sender[wanted[rank][of_sender]] for of_sender in made]
+    sent = [receiver_mask[made[rank]].nonzero().flatten() for receiver_mask in wanted]
+    arriving = [entries[wanted[rank][entries]] for entries in made]
     return ExchangePlan(
         pack=torch.cat(sent),
         place=torch.cat(arriving),
@@ -238,10 +240,10 @@ class _Layout:
         """Entries held by each rank: up to the last unit that ends within its share."""
         shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
         coordinates = self._coordinates(shares)
-        of_unit = {
+        unit_starts = {
             axis: index if axis in self.units else index * 0 for axis, index in coordinates.items()
         }
-        return _consecutive(self._positions(of_unit), self.total)
+        return _consecutive(self._positions(unit_starts), self.total)
 
     @property
     def num_units(self) -> int:
@@ -261,9 +263,9 @@ class _Layout:
                 number = number * count + coordinates[axis]
         return number
 
-    def chunk(self, held: Range, chunk: int, num_chunks: int) -> Range:
+    def chunk(self, entries: Range, chunk: int, num_chunks: int) -> Range:
         """One of several parts of a range, cut between rows."""
-        first, end = held
+        first, end = entries
         row = self.sizes[self.axes[-1]]
         start, stop = balanced_range((end - first) // row, num_chunks, chunk)
         return first + start * row, first + stop * row
@@ -282,11 +284,11 @@ class _Layout:
         return other._positions(coordinates)
 
     def _positions(self, coordinates: dict[str, Tensor]) -> Tensor:
-        found = torch.zeros_like(coordinates["b"])
+        positions = torch.zeros_like(coordinates["b"])
         for i, axis in enumerate(self.axes):
             index = self._window_start(coordinates["w"]) if axis == "w" else coordinates[axis]
-            found = found + index * self._stride(i, coordinates)
-        return found
+            positions = positions + index * self._stride(i, coordinates)
+        return positions
 
     def _coordinates(self, positions: Tensor) -> dict[str, Tensor]:
         coordinates: dict[str, Tensor] = {}

@@ -1,7 +1,11 @@
-"""The groups of processes that share micro-batches: replicas of one size, or a nested family."""
+"""The groups of processes that share micro-batches: replicas of one size, or a nested family.
+
+At the end of a process group all ranks arrive first, so that none breaks another's collective.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from .numerics import accumulate_in_fp32
 from .rank_groups import RankGroup, fixed_groups, group_sizes, nested_groups
 
 AUTO: Literal["auto"] = "auto"
@@ -59,7 +63,7 @@ class SequenceMesh:
     ``using(group)``, where the group is one that this rank is a member of. All ranks must
     enter their groups from the largest to the smallest between two collectives of the world.
 
-    ``sp_size``, ``sp_rank``, ``sp_group``, ``host_group`` and ``spans_nodes`` are those of the
+    ``sp_size``, ``sp_rank``, ``sp_group``, ``host_group`` and ``spans_nodes`` belong to the
     current group, whose ranks share a micro-batch and hold a part of its rows each. Outside of
     ``using`` that is this rank's replica, or the world with ``"auto"``. Without a process group
     there is one process, and process groups are None.
@@ -120,7 +124,7 @@ class SequenceMesh:
 
     @property
     def shares_batches(self) -> bool:
-        """Whether this rank is in a group of several ranks."""
+        """True if this rank is in a group of several ranks."""
         return self.own[0].sp_size > 1
 
     @property
@@ -134,14 +138,14 @@ class SequenceMesh:
         Raises:
             ValueError: if this rank is not a member of it, or the family does not have it.
         """
-        found = next((one for one in self.own if one.ranks == group), None)
-        if found is None:
-            own = ", ".join(str(one.ranks) for one in self.own)
+        member = next((member for member in self.own if member.ranks == group), None)
+        if member is None:
+            own_ranks = ", ".join(str(member.ranks) for member in self.own)
             raise ValueError(
                 f"got {group} as the group of a micro-batch on rank {self.rank}; expected one of "
-                f"its groups: {own}; pass a group of mesh.family that has this rank as a member"
+                f"its groups: {own_ranks}; pass a group of mesh.family with this rank as a member"
             )
-        before, self._current = self._current, found
+        before, self._current = self._current, member
         try:
             yield
         finally:
@@ -175,7 +179,7 @@ class SequenceMesh:
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether the current group, or with a fixed size any replica, lies on several nodes."""
+        """True if the current group, or with a fixed size any replica, lies on several nodes."""
         return self._current.spans_nodes
 
     def __repr__(self) -> str:
@@ -204,14 +208,14 @@ class SequenceMesh:
         )
 
     def _nested_groups(self) -> tuple[SequenceGroup, ...]:
-        """This rank's groups of a nested family, with communicators of those of several ranks.
+        """This rank's groups of a nested family, and communicators where they have several ranks.
 
         Every rank creates all of them, in the order of the family, so that torch names a group
         alike on its members. With ``use_local_synchronization`` it derives the name from how many
         groups a rank has, which may differ. Nobody waits in a cycle: members connect from the
         largest group to the smallest.
         """
-        own, needs_twins = [], _needs_twin(dist.group.WORLD)
+        rank_groups, needs_twins = [], _needs_twin(dist.group.WORLD)
         for ranks in self.family:
             sp_group = host_group = _group_of(ranks, self.world_size)
             if needs_twins:
@@ -224,12 +228,14 @@ class SequenceMesh:
                 sent = torch.zeros(ranks.size, device="cuda")
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=sp_group)
             spans = ranks.spans_nodes(self.ranks_per_node)
-            own.append(SequenceGroup(ranks, self.rank - ranks.start, sp_group, host_group, spans))
-        return tuple(own)
+            rank_groups.append(
+                SequenceGroup(ranks, self.rank - ranks.start, sp_group, host_group, spans)
+            )
+        return tuple(rank_groups)
 
 
 def spans_nodes(world_size: int, sp_size: int, ranks_per_node: int) -> bool:
-    """Whether any group of ``sp_size`` neighbouring ranks lies on more than one node."""
+    """True if any group of ``sp_size`` neighbouring ranks lies on more than one node."""
     return any(group.spans_nodes(ranks_per_node) for group in fixed_groups(world_size, sp_size))
 
 
@@ -278,7 +284,7 @@ def _group_of(ranks: RankGroup, world: int, backend: str | None = None) -> Any:
 
 
 def _needs_twin(group: dist.ProcessGroup | None) -> bool:
-    """Whether the tensors of the host need a process group beside this one."""
+    """True if the tensors of the host need another process group."""
     return group is not None and "gloo" not in dist.get_backend_config(group)
 
 
@@ -292,3 +298,62 @@ def host_backend() -> str:
         if device == "cpu":
             return backend
     return "gloo"
+
+
+def accumulate_in_fp32() -> None:
+    """Let cuBLAS add the partial sums of split matrix products in fp32, in the whole process.
+
+    By torch's defaults it may add them in bf16 or fp16. The gradient of a weight is a sum over
+    tokens, which is what cuBLAS splits.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def shutdown_process_group(*, drain: bool = True) -> None:
+    """Destroy the process group and all groups made from it.
+
+    Collective over all ranks. Without a process group it does nothing.
+
+    Args:
+        drain: complete outstanding collectives first. False after an error, when other ranks may be
+            gone.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+
+    # Groups that outlive the process group can abort the interpreter at exit.
+    gc.collect()
+    if drain:
+        drain_process_group()
+    dist.destroy_process_group()
+
+
+def drain_process_group() -> None:
+    """Wait until all ranks arrive and nothing is outstanding in any group.
+
+    Under a watchdog, call it inside: ranks that never come are then reported.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+    # A barrier would create the communicator of an NCCL group that was never used.
+    groups = [group for group in c10d._world.pg_map if "gloo" in dist.get_backend_config(group)]
+    for group in groups:
+        dist.barrier(group=group)
+    if dist.group.WORLD not in groups:
+        dist.barrier()
+
+
+@contextmanager
+def closing_process_group() -> Iterator[None]:
+    """``shutdown_process_group`` when the block ends, drained unless it ends with an error."""
+    drain = False
+    try:
+        yield
+        drain = True
+    finally:
+        shutdown_process_group(drain=drain)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -29,56 +29,44 @@ from torch import Tensor, nn
 from opensora_sp.common.graphs import Context
 
 from .collectives import Received
+from .engine import Attachment, SequenceParallel
 from .shard_plan import find_modules
-from .typed import Local, after_backward, is_backward_running
-
-if TYPE_CHECKING:
-    from .parallelize import SequenceParallel
+from .strategies.base import Block
+from .typed import after_backward, is_backward_running
 
 # The axis that counts the rows of a layout, and the one within a row.
 ROW_AXIS = {"spatial": "t", "temporal": "s"}
 TOKEN_AXIS = {"spatial": "s", "temporal": "t"}
 
 
-class ModulePoint:
+class ForwardPoint:
     """A module as a hook point: its ``forward`` runs inside of the function attached."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._own: dict[str, Any] = {}
+        self._replaced: dict[str, Any] = {}
 
-    def attach(self, function: Callable[[ModuleCall], Any]) -> None:
-        """Let ``function`` compute each call of the module."""
-        instance, local = vars(self.module), self.module.forward
-        self._own = {"forward": instance["forward"]} if "forward" in instance else {}
+    def attach(self, function: Callable[..., Any]) -> None:
+        """Let ``function(forward, *args, **kwargs)`` compute each call of the module."""
+        instance, forward = vars(self.module), self.module.forward
+        self._replaced = {"forward": instance["forward"]} if "forward" in instance else {}
 
         # Copying a partial, unlike a closure, copies what it holds, and so is refused.
-        attached: Any = partial(_call, function, local, inspect.signature(local))
-        attached.__signature__ = inspect.signature(local)
+        attached: Any = partial(function, forward)
+        attached.__signature__ = inspect.signature(forward)
         instance["forward"] = attached
 
     def detach(self) -> None:
         """Restore ``forward``. Points of one module are detached last to first."""
         del vars(self.module)["forward"]
-        vars(self.module).update(self._own)
-
-
-def _call(
-    function: Callable[[ModuleCall], Any],
-    local: Local,
-    signature: inspect.Signature,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return function(ModuleCall(local, signature.bind(*args, **kwargs)))
+        vars(self.module).update(self._replaced)
 
 
 class ModuleCall:
     """A call of a module: its arguments by name, of which the first are the tokens."""
 
-    def __init__(self, local: Local, bound: inspect.BoundArguments) -> None:
-        self._local, self._bound = local, bound
+    def __init__(self, forward: Callable[..., Any], bound: inspect.BoundArguments) -> None:
+        self._forward, self._bound = forward, bound
         self.arguments = bound.arguments
         self._first = next(iter(bound.arguments), "")
         self._others: tuple[Any, ...] | None = None
@@ -89,7 +77,7 @@ class ModuleCall:
 
     def run(self) -> Any:
         """What the module returns."""
-        return self._local(*self._bound.args, **self._bound.kwargs)
+        return self._forward(*self._bound.args, **self._bound.kwargs)
 
     def run_on(self, tokens: Tensor) -> Any:
         """The output for these tokens; other entries of a tuple are kept for ``returned``."""
@@ -162,8 +150,8 @@ class TokenRows:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
-        held = {ROW_AXIS[self.layout]: self.count, TOKEN_AXIS[self.layout]: self.length}
-        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **held)
+        sizes = {ROW_AXIS[self.layout]: self.count, TOKEN_AXIS[self.layout]: self.length}
+        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **sizes)
 
     def from_rows(self, x: Tensor, *, copy: bool = False) -> Tensor:
         """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""
@@ -180,8 +168,8 @@ class TokenRows:
 class _Pass:
     """One forward pass.
 
-    ``entry_rows`` are those in which its tokens entered, ``stream_rows`` those of the residual
-    stream (None once it has left), ``module_rows`` those in which each module got its tokens.
+    ``entry_rows`` are the rows in which its tokens entered, ``stream_rows`` the rows of the
+    residual stream (None once it has left), ``module_rows`` the rows of each module's tokens.
     ``kept`` has the contexts in which modules are recomputed, with what they received from other
     ranks.
     """
@@ -208,7 +196,7 @@ class ModulePoints:
         # Modules under gradient checkpointing, which only the first backward pass shows.
         self._recomputed: set[nn.Module] = set()
 
-    def attachments(self) -> list[tuple[ModulePoint, Callable[[ModuleCall], Any]]]:
+    def attachments(self) -> list[Attachment]:
         """Each point with the function to attach, the innermost function of a module first."""
         functions: list[tuple[nn.Module, Callable[[ModuleCall], Any]]] = [
             *((module, partial(self._attend, module)) for module in self.layouts),
@@ -216,33 +204,48 @@ class ModulePoints:
             (self.leave, self._gather),
             (self.model, self._forward),
         ]
-        return [(ModulePoint(m), partial(self._unless_alone, f)) for m, f in functions]
+        points: list[Attachment] = []
+        for module, function in functions:
+            call = partial(self._call, function, inspect.signature(module.forward))
+            points.append((ForwardPoint(module), call))
+        return points
 
-    def _unless_alone(self, function: Callable[[ModuleCall], Any], call: ModuleCall) -> Any:
+    def _call(
+        self,
+        function: Callable[[ModuleCall], Any],
+        signature: inspect.Signature,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call the function, or the bare module in a group of one rank."""
-        return call.run() if self.engine.mesh.sp_size == 1 else function(call)
+        if self.engine.mesh.sp_size == 1:
+            return forward(*args, **kwargs)
+        return function(ModuleCall(forward, signature.bind(*args, **kwargs)))
 
-    def _layouts(self) -> dict[nn.Module, str]:
+    def _layouts(self) -> dict[nn.Module, Block]:
         """The layout that each listed module attends in."""
-        layouts: dict[nn.Module, str] = {}
-        for layout in ("spatial", "temporal"):
-            for pattern in getattr(self.plan, layout):
-                for module in find_modules(self.model, pattern):
-                    if layouts.setdefault(module, layout) != layout:
-                        raise ValueError(
-                            f"got {self._name(module)!r} as spatial and temporal in one ShardPlan; "
-                            "expected one of them; list the attentions inside it instead"
-                        )
+        layouts: dict[nn.Module, Block] = {}
+        for pattern in self.plan.spatial:
+            layouts |= dict.fromkeys(find_modules(self.model, pattern), "spatial")
+        for pattern in self.plan.temporal:
+            for module in find_modules(self.model, pattern):
+                if layouts.setdefault(module, "temporal") != "temporal":
+                    raise ValueError(
+                        f"got {self._name(module)!r} as spatial and temporal in one ShardPlan; "
+                        "expected one of them; list the attentions inside it instead"
+                    )
         return layouts
 
     def _only(self, pattern: str) -> nn.Module:
-        found = find_modules(self.model, pattern)
-        if len(found) > 1:
+        matches = find_modules(self.model, pattern)
+        if len(matches) > 1:
             raise ValueError(
-                f"got {pattern!r} in a ShardPlan, which matches {len(found)} modules; expected "
+                f"got {pattern!r} in a ShardPlan, which matches {len(matches)} modules; expected "
                 "one; write its whole name"
             )
-        module: nn.Module = found[0]
+        module: nn.Module = matches[0]
         return module
 
     def _forward(self, call: ModuleCall) -> Any:
@@ -258,8 +261,9 @@ class ModulePoints:
     def _shard(self, call: ModuleCall) -> Any:
         """Shard the tokens, and the arguments of ``enter``."""
         if not is_backward_running():
-            rows = self.engine.shard(lambda grid: grid.rows("spatial"), self._grid(call))
-            self._pass = _Pass(rows, rows)
+            grid: Any = self._grid(call)
+            entered: Any = self.engine.shard(lambda grid: grid.rows("spatial"), grid)
+            self._pass = _Pass(entered, entered)
         rows = self._pass.entry_rows
         assert rows is not None
 
@@ -273,6 +277,7 @@ class ModulePoints:
     def _attend(self, module: nn.Module, call: ModuleCall) -> Any:
         """Call a listed module with tokens in the layout that it attends in."""
         now = self._pass
+        rows: Any
         if is_backward_running():
             self._recomputed.add(module)
             rows, kept = now.module_rows[module], now.kept.pop(module, None)
@@ -283,17 +288,20 @@ class ModulePoints:
         run = partial(self._run, call, is_kept=kept is not None)
         with kept or nullcontext():
             x = rows.to_rows(call.tokens)  # [R, L, b, c]
-            if rows.layout != self.layouts[module]:
-                x, rows = self.engine.at("switch", lambda x, rows: rows.transpose(x), x, rows)
-            x = self.engine.at(self.layouts[module], run, x, rows)
+            block = self.layouts[module]
+            if rows.layout != block:
+                x, rows = self.engine.switch(lambda x, rows: rows.transpose(x), x, rows)
+            x = self.engine.self_attention(run, x, rows, block=block)
 
         if not is_backward_running():
             now.stream_rows = rows
         return call.returned(rows.from_rows(x, copy=kept is not None))
 
-    def _run(self, call: ModuleCall, x: Tensor, rows: TokenRows, *, is_kept: bool) -> Tensor:
+    def _run(
+        self, call: ModuleCall, x: Tensor, rows: TokenRows, precomputed: None, *, is_kept: bool
+    ) -> Tensor:
         self._cut_arguments(call, rows)
-        # What is kept stays as it was received, also if modules work in place.
+        # Kept tensors stay as they were received, also if modules work in place.
         return rows.to_rows(call.run_on(rows.from_rows(x, copy=is_kept)))
 
     def _gather(self, call: ModuleCall) -> Tensor:
@@ -380,19 +388,19 @@ class ModulePoints:
             if ROW_AXIS[rows.layout] in axes.split() and call.arguments.get(name) is not None:
                 call.arguments[name] = self._cut(name, call.arguments[name], axes.split(), rows)
 
-    def _cut(self, name: str, value: Any, axes: list[str], rows: TokenRows) -> Any:
-        if isinstance(value, int):
+    def _cut(self, name: str, argument: Any, axes: list[str], rows: TokenRows) -> Any:
+        if isinstance(argument, int):
             return rows.count
         sizes = rows.grid.sizes
-        expected = [sizes.get(axis, size) for axis, size in zip(axes, value.shape)]
-        if value.ndim != len(axes) or list(value.shape) != expected:
+        expected = [sizes.get(axis, size) for axis, size in zip(axes, argument.shape)]
+        if argument.ndim != len(axes) or list(argument.shape) != expected:
             raise ValueError(
-                f"got {name!r} of shape {tuple(value.shape)}; expected axes {' '.join(axes)} of "
+                f"got {name!r} of shape {tuple(argument.shape)}; expected axes {' '.join(axes)} of "
                 f"sizes {[sizes.get(axis, 'any') for axis in axes]}; correct arguments in the "
                 "ShardPlan"
             )
-        return value.narrow(axes.index(ROW_AXIS[rows.layout]), rows.start, rows.count)
+        return argument.narrow(axes.index(ROW_AXIS[rows.layout]), rows.start, rows.count)
 
     def _name(self, module: nn.Module) -> str:
-        names: dict[nn.Module, str] = {one: name for name, one in self.model.named_modules()}
+        names: dict[nn.Module, str] = {m: name for name, m in self.model.named_modules()}
         return names[module]

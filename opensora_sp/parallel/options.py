@@ -1,25 +1,23 @@
 """The options of sequence parallelism, each declared once.
 
-``Options`` holds name, default, choices and help text. The keywords of ``parallelize``, the section
+``Options`` holds name, default and help text. The keywords of ``parallelize``, the section
 ``sequence_parallel`` of a config and its reference page derive from these fields.
 """
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .cost_model import H100, CostModel, Link
-from .typed import Decorated
 
-PLACEMENTS = ("stream", "branch")
+# The values of ``strategy``; ``register_strategy`` adds more.
+STRATEGY_OPTIONS = ["switch", "ulysses", "split_gather"]
 
 
-def _option(default: Any, text: str, choices: tuple[str | None, ...] = ()) -> Any:
-    """A field with its help text and, if these are few, its valid values."""
-    metadata = {"help": text, "choices": choices, "in_config": True}
-    return field(default=default, metadata=metadata)
+def _option(default: Any, text: str, *, in_config: bool = True) -> Any:
+    """A field with its help text."""
+    return field(default=default, metadata={"help": text, "in_config": in_config})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +35,6 @@ class Options:
         "A parallel strategy, see below. `switch`: tokens change between spatial and temporal "
         "rows. `ulysses` (heads) and `split_gather` (all tokens) are exact baselines that send "
         "more. Or a registered one.",
-    )
-    placement: str = _option(
-        "stream",
-        "Where `switch` exchanges tokens. `stream`: the residual stream, between blocks. `branch`: "
-        "the stream stays in temporal rows; the input and output of each spatial attention travel.",
-        PLACEMENTS,
     )
     overlap_chunks: int | Literal["auto"] = _option(
         "auto",
@@ -65,18 +57,14 @@ class Options:
         metadata={
             "help": "Speed of the devices and of their links, by which a strategy is chosen for "
             "each shape; equal on all ranks.",
-            "choices": (),
             "in_config": False,
         },
     )
-    spans_nodes: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the group of ranks lies on several nodes, so that its exchanges use "
-            "the network. Taken from the current group of the mesh, whatever is passed here.",
-            "choices": (),
-            "in_config": False,
-        },
+    spans_nodes: bool = _option(
+        False,
+        "True if the group of ranks lies on several nodes, so that its exchanges use the network. "
+        "Taken from the current group of the mesh, whatever is passed here.",
+        in_config=False,
     )
     verify: bool = _option(
         False,
@@ -85,39 +73,27 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        # Strategies have Options in their signatures.
-        from .strategies import strategy_options
-
-        for one in fields(self):
-            value, choices = getattr(self, one.name), one.metadata["choices"]
-            if one.name == "strategy":
-                choices = strategy_options()
-            if choices and value not in choices:
-                raise ValueError(
-                    f"got {one.name} {value!r}; expected one of {choices}; choose one of these"
-                )
+        if self.strategy not in STRATEGY_OPTIONS:
+            raise ValueError(
+                f"got strategy {self.strategy!r}; expected one of {STRATEGY_OPTIONS}; choose one "
+                "of these, or register it first (register_strategy)"
+            )
 
         chunks = self.overlap_chunks
         if chunks != "auto" and (isinstance(chunks, str) or chunks < 1):
             raise ValueError(
                 f"got overlap_chunks {chunks}; expected at least 1, or 'auto'; 1 turns chunks off"
             )
-        if self.placement == "branch" and self.strategy != "switch":
-            raise ValueError(
-                f"got placement 'branch' with strategy {self.strategy!r}; expected strategy "
-                "'switch'; change either"
-            )
-        if self.overlaps and (self.strategy, self.placement) != ("switch", "stream"):
+        if self.overlaps and self.strategy != "switch":
             raise ValueError(
                 f"got overlap_chunks {self.overlap_chunks} and overlap_backward "
-                f"{self.overlap_backward} with strategy {self.strategy!r} and placement "
-                f"{self.placement!r}; expected 'switch' and 'stream', where switches lie between "
-                "blocks; change these or leave the overlap out"
+                f"{self.overlap_backward} with strategy {self.strategy!r}; expected 'switch', "
+                "whose exchanges lie between blocks; change it or leave the overlap out"
             )
 
     @property
     def link(self) -> Link:
-        """What carries the exchanges of the group of ranks."""
+        """The link that carries the exchanges of the group of ranks."""
         return self.cost_model.link(spans_nodes=self.spans_nodes)
 
     @property
@@ -127,20 +103,5 @@ class Options:
 
     @property
     def overlaps(self) -> bool:
-        """Whether any exchange overlaps with computation."""
+        """True if any exchange overlaps with computation."""
         return self.num_chunks > 1 or self.overlap_backward
-
-
-def takes_options(function: Decorated) -> Decorated:
-    """Show the fields of ``Options`` in place of ``**keywords``, in signature and docstring."""
-    signature = inspect.signature(function)
-    keyword, named, lines = inspect.Parameter.KEYWORD_ONLY, [], []
-    for one in fields(Options):
-        named.append(inspect.Parameter(one.name, keyword, default=one.default, annotation=one.type))
-        lines.append(f"        {one.name}: {one.metadata['help']}")
-
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shown = signature.replace(parameters=[*own, *named])
-    function.__signature__ = shown  # type: ignore[attr-defined]
-    function.__doc__ = f"{function.__doc__}\n    Options:\n" + "\n".join(lines)
-    return function

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_to_all
-from .debug.comm_timing import communicating
+from .debug.communication import communicating
 from .layout import ExchangePlan
 from .typed import once_differentiable
 
@@ -80,6 +80,7 @@ class InFlightSwitch:
         return tokens
 
     def send(self, chunk: int, tokens: Tensor) -> None:
+        # Recomputation starts each chunk once more, and sends nothing.
         if chunk not in self._sent:
             self._sent.add(chunk)
             plan = self._plans[chunk]
@@ -100,6 +101,7 @@ class InFlightSwitch:
         for chunk, plan in reversed(list(enumerate(self._plans))):
             packed = grad.index_select(0, plan.place)
             self._start(chunk, packed, plan.recv_splits, plan.send_splits, backward=True)
+            # Without overlap, gradients have arrived before anything is recomputed.
             if not self._overlap_backward:
                 self._transfers[chunk].wait(backward=True)
 

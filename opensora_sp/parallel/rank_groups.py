@@ -92,7 +92,7 @@ def within_nodes(family: Iterable[RankGroup], ranks_per_node: int) -> tuple[Rank
     family = tuple(family)
     smallest = min(group.size for group in family)
     chosen: list[RankGroup] = []
-    for group in sorted(family, key=lambda one: -one.size):
+    for group in sorted(family, key=lambda group: -group.size):
         is_inside = any(group.is_inside(larger) for larger in chosen)
         may_span = group.size == smallest
         if not is_inside and (may_span or not group.spans_nodes(ranks_per_node)):

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from .batch_shape import alternates
-from .options import Options
-from .strategies import SplitAttention, registered_strategies
 
 ROWS = "rows"
 TOKENS = (ROWS, "b t s c", "b (t s) c")
@@ -92,48 +90,8 @@ class ShardPlan:
 
     @property
     def names_hook_points(self) -> bool:
-        """Whether the modules are hook points, not ordinary modules."""
+        """True if the modules are hook points, not ordinary modules."""
         return self.tokens == ROWS
-
-    def supported(self, options: Options) -> Options:
-        """The options as they apply to the model.
-
-        Ordinary modules hide their queries, keys and values, and the code between them is unknown.
-        So attention cannot be split by heads, and no exchange can be in flight between two of them.
-
-        Raises:
-            ValueError: if the modules of the plan do not allow the options.
-        """
-        if self.names_hook_points:
-            return options
-
-        strategies = [one for one in registered_strategies() if one.option == options.strategy]
-        if all(issubclass(one, SplitAttention) for one in strategies):
-            raise ValueError(
-                f"got strategy {options.strategy!r} for a ShardPlan of ordinary modules; expected "
-                "'switch' or 'split_gather': queries, keys and values inside of modules are out of "
-                "reach; choose one of these, or write the model with hook points "
-                "(docs/custom_model.md)"
-            )
-        if options.overlaps:
-            raise ValueError(
-                f"got overlap_chunks {options.overlap_chunks} and overlap_backward "
-                f"{options.overlap_backward} for a ShardPlan of ordinary modules; expected 1 and "
-                "False: tokens in flight cannot pass through code between modules; leave the "
-                "overlap out, or write the model with hook points (docs/custom_model.md)"
-            )
-        if options.placement == "branch" and self.placement == "stream":
-            raise ValueError(
-                "got placement 'branch' for a ShardPlan with placement 'stream'; expected "
-                "'stream': its modules return the residual stream; list the attention branches "
-                "instead, with ShardPlan(placement='branch')"
-            )
-
-        options = replace(options, overlap_chunks=1)
-        if self.placement == "branch" and options.strategy == "switch":
-            # Of a model of branches nothing else can be switched.
-            return replace(options, placement="branch")
-        return options
 
 
 _PLANS: dict[type[nn.Module], ShardPlan] = {}
@@ -151,6 +109,7 @@ def plan_of(model: nn.Module) -> ShardPlan:
     Raises:
         ValueError: if there is neither.
     """
+    # A registered plan comes first, so that a derived class can be parallelized in another way.
     registered = next((_PLANS[cls] for cls in type(model).__mro__ if cls in _PLANS), None)
     if registered is not None:
         return registered
@@ -180,10 +139,10 @@ def find_modules(model: nn.Module, pattern: str) -> list[Any]:
         ValueError: if there is none.
     """
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    found = [module for name, module in model.named_modules() if expression.fullmatch(name)]
-    if not found:
+    matches = [module for name, module in model.named_modules() if expression.fullmatch(name)]
+    if not matches:
         raise ValueError(
             f"got {pattern!r} as a hook point, which matches no module of {type(model).__name__}; "
             "expected the name of one; correct its sharding_points or ShardPlan"
         )
-    return found
+    return matches

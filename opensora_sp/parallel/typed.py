@@ -1,4 +1,4 @@
-"""What torch has without types or public names: decorators, hook arguments, autograd's state."""
+"""Autograd's state and decorators, which torch has without types or public names."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch
 from torch.autograd import function as autograd_function
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Local: TypeAlias = Callable[..., Any]  # what a hook point does on one rank
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 
 
 def once_differentiable(backward: Decorated) -> Decorated:
-    """For a backward pass that has none of its own."""
+    """Mark a backward pass that has no derivative."""
     return cast(Decorated, autograd_function.once_differentiable(backward))
 
 
 def is_backward_running() -> bool:
-    """Whether autograd is running: a forward is then a recomputation of checkpointing."""
+    """True if autograd is running: a forward is then a recomputation of checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 

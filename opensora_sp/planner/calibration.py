@@ -23,7 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from opensora_sp.models.registry import model_class, resolve_config
+from opensora_sp.models.registry import (
+    REFERENCE,
+    REFERENCE_PRESET,
+    model_class,
+    resolve_config,
+)
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel, Link, preset_of
@@ -34,7 +39,7 @@ from .trace import step_inputs
 
 REPEATS, EXCHANGES_REPEATED = 5, 10
 CPU_WIDTH, HEADS, TEXT = 384, 6, 32
-"""Sizes of the pair of blocks; a GPU computes one of STDiT3-XL/2."""
+"""Sizes of the pair of blocks on a CPU; a GPU computes a pair of ``REFERENCE_PRESET``."""
 UNLIMITED = 1e30  # bytes per second
 SENT_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
@@ -207,7 +212,7 @@ class _Measurement:
     ) -> tuple[float, ModelCosts]:
         """Seconds of forward and backward of a small STDiT3, and its costs."""
         config: Any = dataclasses.replace(
-            resolve_config("STDiT3-XL/2"),
+            resolve_config(REFERENCE_PRESET),
             hidden_size=width,
             num_heads=heads,
             depth=depth,
@@ -223,7 +228,7 @@ class _Measurement:
             model(**inputs).square().mean().backward()
             model.zero_grad(set_to_none=True)
 
-        return self._seconds(step), ModelCosts.of("STDiT3", config)
+        return self._seconds(step), ModelCosts.of(REFERENCE, config)
 
     def _seconds(self, function: Callable[[], Any], *, exchanges: bool = False) -> float:
         """The least of several calls after one more: of this process's work, or of an exchange."""
@@ -273,4 +278,4 @@ def _ranks_by_node() -> list[list[int]]:
 def _model_on(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     with device:
-        return model_class("STDiT3")(config).to(dtype)
+        return model_class(REFERENCE)(config).to(dtype)

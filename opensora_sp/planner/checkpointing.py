@@ -12,8 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from opensora_sp.models.offload import page_sizes
-from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES, page_sizes
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.strategies import strategy_for

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from opensora_sp.config.sections import Lora
-from opensora_sp.models.base import ConditionedModel
+from opensora_sp.models.base import ConditionedModel, PassCounts
 from opensora_sp.models.config import SharedConfig
-from opensora_sp.models.embedders import PatchEmbed3D
-from opensora_sp.models.layers import CrossAttention
+from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
+from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel, attention_flops, block_flops
@@ -31,9 +31,7 @@ from opensora_sp.parallel.strategies import REPLICATED, Strategy, strategy_for
 
 from .trace import meta_model
 
-# Parts of a model whose layers see all tokens of a clip; of a block's, one sees the text instead.
-TOKENS = ("x_embedder", "blocks", "spatial_blocks", "temporal_blocks", "final_layer")
-TEXT_ONLY = "kv_linear"
+TEXT_ONLY = "kv_linear"  # the layer of a block that sees the text alone
 TEXT_ATTENTION = "cross_attn"  # the attention of a block to the text
 STEP = 3  # forward, and twice as much backward: gradients of inputs and of weights
 FROZEN_STEP = 2  # without gradients of weights
@@ -61,7 +59,7 @@ class ModelFlops:
         for name, module in model.named_modules():
             parts = name.split(".")
             part, sees_text = parts[0], TEXT_ATTENTION in parts
-            if isinstance(module, PatchEmbed3D) and part in TOKENS:
+            if isinstance(module, PatchEmbed3D) and part in model.token_parts:
                 weight = module.proj.weight
                 tokens[not weight.requires_grad] += 2.0 * math.prod(weight.shape)
             elif isinstance(module, CrossAttention) and sees_text:
@@ -72,7 +70,7 @@ class ModelFlops:
                 # An adapted layer has its own and its adapter's below it.
                 if part == "y_embedder" or (TEXT_ONLY in parts and sees_text):
                     text[is_frozen] += products
-                elif part in TOKENS and TEXT_ONLY not in parts:
+                elif part in model.token_parts and TEXT_ONLY not in parts:
                     tokens[is_frozen] += products
         return cls(model.config, sum(tokens), sum(text), pairs, tokens[1], text[1])
 
@@ -125,28 +123,6 @@ def blocks_work(shape: BatchShape) -> float:
     return shape.depth * (attention_work(shape) + tokens)
 
 
-@dataclass(frozen=True)
-class PassCounts:
-    """Work of one pass besides products and attention.
-
-    Attributes:
-        activations: ``[tokens, C]`` that elementwise kernels of a pair of blocks read and write.
-        operators: of a pair of blocks.
-        once: operators of embedders, the final layer and the loss.
-    """
-
-    activations: float
-    operators: float
-    once: float
-
-
-# Forward and backward in plain torch, as counted on meta tensors. Schedules depend on them, and so
-# not on the kernels of a machine.
-PASSES = {
-    "STDiT": (PassCounts(23, 27, 60), PassCounts(116, 102, 64)),
-    "STDiT2": (PassCounts(44, 36, 140), PassCounts(146, 110, 140)),
-    "STDiT3": (PassCounts(83, 80, 95), PassCounts(297, 170, 95)),
-}
 # Single frames have no temporal attention: this share of operators and activations is left, and no
 # queries and keys are projected, 4 C^2 of a token.
 OF_IMAGES = 0.78
@@ -168,10 +144,10 @@ class ModelCosts:
     @classmethod
     def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelCosts:
         """Of a model's registered name and its whole configuration, with the adapters that are
-        trained; one without counts takes the counts of STDiT3.
+        trained.
         """
         flops = ModelFlops.of(meta_model(name, config, torch.bfloat16, lora))
-        return cls(flops, config.model_max_length, *PASSES.get(name, PASSES["STDiT3"]))
+        return cls(flops, config.model_max_length, *model_class(name).pass_counts)
 
 
 def seconds_of(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.parallel.debug.comm_timing import communicating
+from opensora_sp.parallel.debug.communication import communicating
 
 from .optimizer import GATHERED_BUCKETS, SequenceZeroOptimizer
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.checkpoint import NamedShards
-from opensora_sp.parallel.debug.comm_timing import communicating
+from opensora_sp.parallel.debug.communication import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator
 from .fused_step import Bucket, can_fuse, flattened, fused, in_buckets

@@ -48,7 +48,6 @@ from opensora_sp.parallel import (
     parallelize,
 )
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
@@ -58,6 +57,7 @@ from .pipeline import Pipeline
 from .process_groups import (
     choose_groups,
     counted,
+    find_ranks_of_hosts,
     free_memory,
     place_encoders,
 )
@@ -82,8 +82,6 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         requests, weights = preflight(cfg)
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         compared |= {"lora": found_at(cfg.lora), "weights": found_at([str(weights)])}
-        # Ranks choose groups by the number of ranks on a host, and have to choose alike.
-        compared[RANKS_OF_HOST] = os.environ.get(RANKS_OF_HOST, UNSET)
     store = join_rendezvous(compared)
     with closing_process_group(), Watchdog(store, grace_time=0):
         device = start_process_group(store)
@@ -262,7 +260,7 @@ def _sample_all(
         requests,
         world_size,
         cost_model=cost_model,
-        ranks_per_node=int(os.environ.get(RANKS_OF_HOST, world_size)),
+        ranks_of_hosts=find_ranks_of_hosts(),
     )
     for line in [groups.why, *unused_settings(cfg, groups.sp_size)]:
         logger.info("%s", line)

@@ -37,7 +37,7 @@ def public_names(package: str) -> Iterator[tuple[str, str]]:
     """(name, home module) of a package's ``__all__``, in the order of its imports."""
     exported: list[str] = []
     homes: dict[str, str] = {}
-    for node in _tree(package).body:
+    for node in ast.walk(_tree(package)):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             exported = ast.literal_eval(node.value)
         elif isinstance(node, ast.ImportFrom):

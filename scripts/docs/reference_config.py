@@ -110,7 +110,7 @@ def strategies_table() -> str:
         for one in registered_strategies()
     ]
     return (
-        "### Parallel strategies\n\nOf those with one value of `strategy`, the last that applies "
+        "### Parallel strategies\n\nOf those with one value of `strategy`, the first that applies "
         "is used. B samples, T frames, W windows, P ranks.\n\n"
         + _table(("name", "`strategy`", "used for", "sent"), rows)
     )

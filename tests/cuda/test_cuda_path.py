@@ -83,7 +83,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "switch": {},
     "ulysses": dict(strategy="ulysses"),
     "split_gather": dict(strategy="split_gather"),
-    "branch": dict(placement="branch"),
     "chunks": dict(overlap_chunks=CHUNKS),
     "overlapped backward": dict(overlap_backward=True),
     "chunks, overlapped backward": dict(overlap_chunks=CHUNKS, overlap_backward=True),

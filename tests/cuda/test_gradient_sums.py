@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
 from opensora_sp.models.conditioning import Conditioning, Text
-from opensora_sp.models.take import take
+from opensora_sp.models.functions import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.cost_model import CostModel

@@ -18,9 +18,8 @@ from cuda_cases import batch, build, step
 from cuda_stub import requires_stub, run_on_stub
 from stream_checker import StreamChecker
 
-from opensora_sp.models import offload
-from opensora_sp.models.offload import HostMemory
-from opensora_sp.models.recompute import OFFLOADED
+from opensora_sp.models import recompute
+from opensora_sp.models.recompute import OFFLOADED, HostMemory
 
 pytestmark = requires_stub
 
@@ -33,7 +32,7 @@ PAGE = 1 << 17  # holds less than an input
 
 def on_steps() -> None:
     """Two steps."""
-    offload.PAGE = PAGE
+    recompute.PAGE = PAGE
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
     step(model, inputs, "first ")
@@ -67,7 +66,7 @@ def test_each_input_is_copied_and_the_host_waits_for_none() -> None:
 
 def on_timeline() -> list[str]:
     """What is queued for the blocks of the second step, in order."""
-    offload.PAGE = PAGE
+    recompute.PAGE = PAGE
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
     step(model, inputs, "first ")
@@ -103,7 +102,7 @@ def test_a_block_is_computed_between_each_copy_and_the_wait_for_it() -> None:
 
 def on_streams(fault: str | None) -> list[str]:
     """The races of steps, of a backward that ends early and of a pass without one."""
-    offload.PAGE = PAGE
+    recompute.PAGE = PAGE
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
     checker = StreamChecker()

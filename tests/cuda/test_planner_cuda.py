@@ -65,7 +65,6 @@ CHOSEN = {
     "overlapped": Case(
         (1, 4, 12, 48, 48), 2, options=Options(overlap_chunks=3, overlap_backward=True)
     ),
-    "branch": Case((1, 4, 12, 48, 48), 2, options=Options(placement="branch")),
     "STDiT": Case((1, 4, 16, 32, 48), model="STDiT-XL/2", checkpointing=False),
     "STDiT2": Case((2, 4, 16, 32, 48), model="STDiT2-XL/2"),
     "offloaded": Case((2, 4, 12, 48, 48), checkpointing="offload", depth=4),

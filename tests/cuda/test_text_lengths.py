@@ -24,7 +24,7 @@ from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
-from opensora_sp.models.embedders import used_tokens
+from opensora_sp.models.layers import used_tokens
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of

@@ -25,11 +25,7 @@ PEERS = {
     2: (17, 61.6, 89.9, 23.6, 33.0),
     4: (13, 50.0, 71.2, 21.2, 28.3),
 }
-ULYSSES, GATHER, BRANCH = (
-    dict(strategy="ulysses"),
-    dict(strategy="split_gather"),
-    dict(placement="branch"),
-)
+ULYSSES, GATHER = dict(strategy="ulysses"), dict(strategy="split_gather")
 
 
 def unit(case: Case, ranks: int) -> float:
@@ -46,13 +42,12 @@ def test_a_step_sends_what_is_predicted(ranks: int) -> None:
     plain = [ONE, replace(ONE, checkpointing=True)]
     batches = [replace(small, batch=batch) for batch in (2, 3, 4, 8)]
     odd = [Case(3, 5, 63, width=8), Case(5, 7, 33, width=8)]
-    branch = [replace(case, options=BRANCH) for case in (*both, odd[0])]
     gather = [replace(case, options=GATHER) for case in both]
     ulysses = [replace(case, options=ULYSSES) for case in both]
-    cases = [*plain, *batches, *odd, *branch, *gather, *ulysses]
+    cases = [*plain, *batches, *odd, *gather, *ulysses]
     counted, *_ = run_ranks(ranks, count_on_ranks, cases)
     sent = dict(zip(map(repr, cases), counted, strict=True))
-    for case in (*plain, *batches, *odd, *branch, *gather):
+    for case in (*plain, *batches, *odd, *gather):
         mean, busiest, again = sent[repr(case)]
         assert mean == pytest.approx(predicted_bytes(case, ranks), rel=1e-12), case
         assert busiest >= mean and (again == 0 or case.options == GATHER)

@@ -174,7 +174,7 @@ def edges() -> tuple[int, int]:
     """Tokens embedded here, patches whose positions were computed; a switch is three operators."""
     mesh = SequenceMesh(dist.get_world_size())
     case, seen = Case((1, 2, 7, 9), heads=4), []
-    model = parallelize(make_model(case), mesh, placement="branch")  # temporal rows from the start
+    model = parallelize(make_model(case), mesh, strategy="ulysses")  # temporal rows from the start
     model.x_embedder.register_forward_hook(lambda _, args, out: seen.append(out.shape[:2].numel()))
     model.pos_embed.register_forward_hook(lambda _, args, out: seen.append(out.shape[0]))
     with torch.no_grad():
@@ -294,15 +294,10 @@ def test_bad_options_are_refused() -> None:
     for options, reported in [
         (
             dict(strategy="ring"),
-            "got strategy 'ring'; expected one of ('switch', 'ulysses', 'split_gather')",
-        ),
-        (dict(placement="head"), "got placement 'head'"),
-        (
-            dict(strategy="ulysses", placement="branch"),
-            "got placement 'branch' with strategy 'ulysses'",
+            "got strategy 'ring'; expected one of ['switch', 'ulysses', 'split_gather']",
         ),
         (dict(overlap_chunks=0), "got overlap_chunks 0; expected at least 1"),
-        (dict(overlap_backward=True, placement="branch"), "where switches lie between blocks"),
+        (dict(overlap_backward=True, strategy="ulysses"), "whose exchanges lie between blocks"),
     ]:
         with pytest.raises(ValueError) as error:
             Options(**options)

@@ -5,6 +5,7 @@ Losses are those of training without it; a cache that does not fit is refused by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import runpy
@@ -296,43 +297,44 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         load_train_config(folder / "mixed.py", ["dataset.type=CachedFeatures"])
 
 
-def train_on_own_clips(config: Path, options_of_rank: list[list[str]]) -> str:
-    """The error of a run whose ranks do not have the same clips."""
+def train_on_own_clips(config: Path, folders: list[Path], options: list[str]) -> str:
+    """The error of a run whose ranks do not have the same clips, each in its own folder."""
     from opensora_sp.training.run import train
 
-    options = options_of_rank[torch.distributed.get_rank()]
-    with pytest.raises(ValueError, match="got different clips on different ranks") as raised:
+    there = contextlib.chdir(folders[torch.distributed.get_rank()])
+    with there, pytest.raises(ValueError, match="got different clips on different") as raised:
         train(load_train_config(config, [*KEPT, *options]))
     return str(raised.value)
 
 
-def train_in_pairs(config: Path, pairs: list[list[list[str]]]) -> list[str]:
-    return in_worlds(train_on_own_clips, [(2, (config, pair)) for pair in pairs], TRAINING)
+def train_in_pairs(config: Path, cases: list[tuple[list[Path], list[str]]]) -> list[str]:
+    return in_worlds(train_on_own_clips, [(2, (config, *case)) for case in cases], TRAINING)
 
 
 def test_ranks_with_different_clips_raise_the_same_error(folder: Path, tmp_path: Path) -> None:
     """Before a model is built; rank 0 or rank 1 is the one that differs."""
     lines = (folder / "clips.jsonl").read_text().splitlines()
-    other_lines = {
+    lines_of_folders = {
+        "same": lines,
         "order": [*lines[:7], lines[8], lines[7], *lines[9:]],
         "captions": [line.replace('"clip 7"', '"another"') for line in lines],
         "length": lines[:-1],
     }
-    outputs = f"outputs={tmp_path / 'run'}"
-    options = {"same": [outputs]}
-    for name, other in other_lines.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(other))
-        options[name] = [outputs, f"dataset.manifest={folder / name}.jsonl"]
+    folders = {"cache": folder, "other cache": tmp_path}
+    for name, content in lines_of_folders.items():
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "clips.jsonl").write_text("\n".join(content))
 
     shutil.copytree(folder / "cache", tmp_path / "cache")
     index = json.loads((tmp_path / "cache" / "index.json").read_text())
     del index[CHECKSUM]
     index["made_of"]["vae.weights"] = "of another file"
     (tmp_path / "cache" / "index.json").write_text(json.dumps(sealed(index)))
-    for name, root in (("cache", folder), ("other cache", tmp_path)):
-        cached = ["dataset.manifest=None", "dataset.type=CachedFeatures"]
-        options[name] = [outputs, *cached, f"dataset.path={root / 'cache'}"]
 
+    # The options are the same on both ranks.
+    outputs = f"outputs={tmp_path / 'run'}"
+    cached = ["dataset.manifest=None", "dataset.type=CachedFeatures", "dataset.path=cache"]
     pairs = [
         ("same", "order"),
         ("captions", "same"),
@@ -340,8 +342,11 @@ def test_ranks_with_different_clips_raise_the_same_error(folder: Path, tmp_path:
         ("length", "same"),
         ("other cache", "cache"),
     ]
-    of_ranks = [[options[name] for name in pair] for pair in pairs]
-    first, second = run_ranks(2, train_in_pairs, folder / "mixed.py", of_ranks)
+    cases = []
+    for pair in pairs:
+        options = cached if "cache" in pair else ["dataset.manifest=clips.jsonl"]
+        cases.append(([folders[name] for name in pair], [outputs, *options]))
+    first, second = run_ranks(2, train_in_pairs, folder / "mixed.py", cases)
 
     assert first == second
     errors = dict(zip(pairs, first, strict=True))
@@ -398,9 +403,9 @@ def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
     started = []
 
     class Recorded(Watchdog):
-        def __init__(self, **limits: Any) -> None:
+        def __init__(self, store: Any, **limits: Any) -> None:
             started.append(limits)
-            super().__init__(**limits)
+            super().__init__(store, **limits)
 
     def fail(*args: Any) -> None:
         raise ValueError("got no plan")

@@ -19,8 +19,8 @@ from opensora_sp.parallel import SequenceMesh, parallelize
 # Rows that do not divide, with conditioning frames; some samples are whole on a rank.
 WAYS = [
     (Case((1, 3, 5, 6), x_mask=True), {}, False),
-    (Case((3, 2, 4, 4), heads=2, checkpoint=True), dict(placement="branch"), False),
-    (Case((1, 3, 5, 6), x_mask=True), dict(placement="branch"), True),
+    (Case((3, 2, 4, 4), heads=2, checkpoint=True), dict(strategy="ulysses"), False),
+    (Case((1, 3, 5, 6), x_mask=True), dict(strategy="ulysses"), True),
 ]
 
 
@@ -42,7 +42,7 @@ def with_kernels() -> None:
         with mock.patch.object(modulation, "add_gated", wraps=modulation.add_gated) as kernel:
             counter = assert_one_process_result(case, mesh, **options)
         assert kernel.called
-        assert counter.calls["branch" if options else "switch", "backward"]
+        assert counter.calls["heads" if options else "switch", "backward"]
 
 
 def on_ranks() -> None:

@@ -225,7 +225,7 @@ def one_rank_skips_for_all(stage: int, precision: str, fused: bool | None) -> No
 
 def sums_are_fp32_and_reduced_once(stage: int) -> None:
     """Small gradients that 16 bits would lose; nothing is sent before the step."""
-    from opensora_sp.parallel.debug.comm_timing import listening
+    from opensora_sp.parallel.debug.communication import listening
 
     heard: list[tuple[str, bool]] = []
 

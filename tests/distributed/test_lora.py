@@ -37,7 +37,7 @@ OVERLAP = dict(overlap_chunks=2, overlap_backward=True)
 WAYS: list[tuple[Case, dict[str, Any]]] = [
     (Case(CLIP), {}),
     (Case((1, 6, 5, 6), checkpoint=True), OVERLAP),  # at least two rows on each rank
-    (Case(CLIP, checkpoint=True), dict(placement="branch")),
+    (Case(CLIP, checkpoint=True), dict(strategy="ulysses")),
     (Case(CLIP, checkpoint=(OFFLOADED, 0, 3, 6)), {}),
     (Case((1, 1, 4, 3)), {}),  # an image: single tokens, and ranks without any
     (Case((1, 2, 3, 5), heads=4, checkpoint=True), {}),  # heads are distributed on three ranks

@@ -24,7 +24,7 @@ from window_cases import MIXED, WindowCase
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import IDDPM, Noised, RectifiedFlow, rank_loss
 from opensora_sp.parallel import SequenceMesh, parallelize
-from opensora_sp.parallel.parallelize import Shard
+from opensora_sp.parallel.engine import Shard
 from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline
 from opensora_sp.training.metrics import read_metrics

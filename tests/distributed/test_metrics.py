@@ -233,7 +233,7 @@ def train_once(
 
 
 def train_and_resume(config: Path, outputs: Path) -> None:
-    branch = "sequence_parallel.placement=branch"
+    heads = "sequence_parallel.strategy=ulysses"
     cases = [
         (config, outputs, ["max_steps=2"], None, None),
         (config, outputs, [], "auto", "3-4"),
@@ -244,7 +244,7 @@ def train_and_resume(config: Path, outputs: Path) -> None:
             None,
             "1",
         ),
-        (config, outputs.parent / "branch", ["max_steps=1", branch], None, "1"),
+        (config, outputs.parent / "heads", ["max_steps=1", heads], None, "1"),
     ]
     in_worlds(train_once, [(2, case) for case in cases], TRAINING)
 
@@ -357,8 +357,8 @@ def test_traces_name_the_parts_of_a_step(trained: Path) -> None:
 
     alone = regions(trained.parent / "other/profile/steps_1.rank0.json.gz")
     assert alone["switch"] == 3 and alone["switch exchange"] == 0 and "switch backward" not in alone
-    branch = regions(trained.parent / "branch/profile/steps_1.rank0.json.gz")
-    assert branch["branch exchange"] == branch["branch backward"] == 2 * 2 * 2
+    heads = regions(trained.parent / "heads/profile/steps_1.rank0.json.gz")
+    assert heads["heads exchange"] == heads["heads backward"] == 2 * 2 * 2
 
 
 @pytest.mark.parametrize(("text", "steps"), [("3", Steps(3, 3)), ("10-12", Steps(10, 12))])

@@ -18,9 +18,9 @@ from opensora_sp.cli import main
 from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
+from opensora_sp.models.packing import windows_of
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.models.registry import resolve_config
-from opensora_sp.models.token_groups import windows_of
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
@@ -66,14 +66,6 @@ STEPS = [
     ((1, 2, 8), {}, 4, torch.float32, True),  # fewer frames than ranks
     ((1, 2, 8), dict(recompute_communication=True), 4, torch.float32, True),
     ((1, 1, 2), {}, 4, torch.float32, False),
-    ((1, 5, 6), dict(placement="branch"), 4, torch.float32, True),
-    (
-        (1, 5, 6),
-        dict(placement="branch", recompute_communication=True),
-        4,
-        torch.float32,
-        True,
-    ),
     ((1, 5, 6), dict(strategy="ulysses"), 4, torch.float32, True),
     ((2, 4, 6), dict(strategy="ulysses"), 2, torch.float32, False),
     ((1, 5, 6), dict(strategy="split_gather"), 4, torch.float32, True),
@@ -86,7 +78,6 @@ STEPS = [
         torch.float32,
         True,
     ),
-    ((1, 5, 6), dict(model=WINDOWS, placement="branch"), 2, torch.float32, False),
     ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
     ((1, 128, 4), dict(model=WINDOWS), 4, torch.float32, True),  # one window
@@ -94,7 +85,6 @@ STEPS = [
     ((1, 5, 6), dict(model=dict(full_attention=True)), 4, torch.float32, True),
     ((1, 5, 6), dict(model=IMAGES), 4, torch.float32, True),  # nothing is sent
     ((1, 1, 6), dict(model=IMAGES), 4, torch.float32, True),  # fewer frames than ranks
-    ((1, 5, 6), dict(model=IMAGES, placement="branch"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=IMAGES, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=IMAGES, strategy="split_gather"), 2, torch.float32, True),
 ]

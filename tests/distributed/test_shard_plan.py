@@ -156,7 +156,6 @@ def planned_models() -> None:
         for model_class in (Branches, Stream):
             for options in KEPT:
                 compare(model_class().double(), mesh, *inputs, **options)
-        compare(Branches(called="method").double(), mesh, *inputs, placement="branch")
 
     space: dict = {"__name__": "example"}
     # Those with a file name are of derived models (test_derived_models.py).
@@ -338,7 +337,6 @@ def refused_plans() -> None:
         (Branches(), dict(strategy="ulysses"), "queries, keys and values inside of modules"),
         (Branches(), dict(overlap_backward=True), "cannot pass through code between modules"),
         (Stream(), dict(overlap_chunks=2), "cannot pass through code between modules"),
-        (Stream(), dict(placement="branch"), "its modules return the residual stream"),
     ]:
         with pytest.raises(ValueError, match=f"got .*ShardPlan .*expected .*{message}.*; "):
             parallelize(model, mesh, **options)

@@ -329,7 +329,7 @@ CASES += [
 CASES += [
     ("STDiT3", "frames", [4, 1], dict(strategy=s), SHAPE) for s in ("ulysses", "split_gather")
 ]
-CASES += [("STDiT3", "chunks", [4, 1, 0], dict(placement="branch"), SHAPE)]
+CASES += [("STDiT3", "chunks", [4, 1, 0], dict(strategy="ulysses"), SHAPE)]
 WORLDS = [2, 3, 4]
 
 

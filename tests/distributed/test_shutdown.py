@@ -92,7 +92,7 @@ def test_the_end_waits_for_all_ranks_but_not_after_an_error() -> None:
 @pytest.mark.parametrize("folder", ["opensora_sp", "scripts", "benchmarks", "docs", "tests"])
 def test_nobody_else_destroys_a_process_group(folder: str) -> None:
     here = {
-        ROOT / "opensora_sp/parallel/shutdown.py",
+        ROOT / "opensora_sp/parallel/mesh.py",
         ROOT / "tests/helpers/short_groups.py",
         Path(__file__),
     }

@@ -43,7 +43,7 @@ STDIT = [
 CASES = [*STDIT, *STDIT2]
 IMAGES = [STDIT[2], STDIT2[2]]
 VARIED = [STDIT[3], STDIT[5], STDIT2[3], STDIT2[5]]  # shared in other ways, too
-OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather"), dict(placement="branch")]
+OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather")]
 
 
 def compare_on_ranks() -> tuple[float, int]:

@@ -71,7 +71,7 @@ IMAGES = [
     ImageCase((3, 5, 6, 5), output="full", **EVERYTHING),
     ImageCase((2, 5, 5, 7), patch=(2, 2, 2), checkpoint=True, **EVERYTHING),
 ]
-OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather"), dict(placement="branch")]
+OTHER_WAYS = [dict(strategy="ulysses"), dict(strategy="split_gather")]
 
 
 def compare_images_on_ranks() -> None:

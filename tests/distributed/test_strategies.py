@@ -58,24 +58,6 @@ def compare_strategies() -> None:
             )
             assert bool(again) == case.checkpoint, (case, options, counter.calls)
 
-        for options in (
-            dict(placement="branch"),
-            dict(placement="branch", recompute_communication=True),
-        ):
-            counter = assert_one_process_result(case, mesh, **options)
-            expected = 0 if whole_samples else 2 * DEPTH
-            assert (
-                counter.calls["branch", "forward"]
-                == counter.calls["branch", "backward"]
-                == expected
-            )
-            resent = case.checkpoint and len(options) == 2
-            assert counter.calls["branch", "recompute"] == (expected if resent else 0), (
-                case,
-                options,
-                counter.calls,
-            )
-
         for options in OVERLAPS:
             counter = assert_one_process_result(case, mesh, **options)
             assert not [key for key in counter.calls if key[1] == "recompute"], counter.calls

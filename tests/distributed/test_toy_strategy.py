@@ -34,14 +34,16 @@ from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.collectives import exchange
+from opensora_sp.parallel.options import STRATEGY_OPTIONS
 from opensora_sp.parallel.strategies import (
     AllToAll,
     BlockLayouts,
     OneLayout,
+    choice,
     register_strategy,
-    registry,
     strategy_for,
 )
+from opensora_sp.parallel.strategies.base import SelfAttention
 from opensora_sp.planner.traffic import traffic
 
 pytestmark = pytest.mark.core
@@ -66,22 +68,28 @@ class TemporalBranch(OneLayout):
             AllToAll(shape.depth, TEMPORAL, SPATIAL, token),
         ]
 
-    def temporal(self, local: Any, x: torch.Tensor, rows: Any, *precomputed: Any) -> torch.Tensor:
+    def self_attention(
+        self, local: SelfAttention, x: torch.Tensor, rows: Any, precomputed: Any, block: str
+    ) -> torch.Tensor:
+        if block == "spatial":
+            return local(x, rows, precomputed)
+
         temporal = self.local_rows(rows.transposed())
         there = self.plan(rows, SPATIAL, TEMPORAL, x.device)
         back = self.plan(rows, TEMPORAL, SPATIAL, x.device)
 
         received = exchange(x.flatten(0, 1), there, self.group, kind="toy")
-        out = local(received.unflatten(0, (temporal.count, temporal.length)), temporal)
+        out = local(received.unflatten(0, (temporal.count, temporal.length)), temporal, None)
         return exchange(out.flatten(0, 1), back, self.group, kind="toy").view(x.shape)
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy() -> Iterator[None]:
     """The toy, registered until the end of the test."""
-    monkeypatch.setattr(registry, "_REGISTERED", [*registry._REGISTERED])
+    order, names = [*choice.IN_ORDER], [*STRATEGY_OPTIONS]
     register_strategy(TemporalBranch)
     yield
+    choice.IN_ORDER[:], STRATEGY_OPTIONS[:] = order, names
 
 
 class Never(OneLayout):
@@ -165,8 +173,8 @@ def test_ranks_with_other_registrations_raise_the_same_error() -> None:
     assert errors[0] == errors[1]
     assert re.fullmatch(
         r"got different strategies on the ranks of one sequence-parallel group: registered is "
-        r"\['switch', .*, 'split_gather'\] on rank 0, \['switch', .*, 'split_gather', "
-        r"'never switch'\] on rank 1; expected the same ones, registered in the same order on all "
+        r"\['whole samples', .*, 'split_gather'\] on rank 0, \['never switch', .*, "
+        r"'split_gather'\] on rank 1; expected the same ones, registered in the same order on all "
         r"of them; call register_strategy alike on every rank",
         errors[0],
     )

@@ -282,6 +282,7 @@ def test_steps_longer_than_the_patience_of_the_launcher_are_reported(
 FIRST = """
 import runpy, sys
 from opensora_sp import cli
+from opensora_sp.common import error_file
 
 def stop():
     assert called and not {"torch", "numpy", "pydantic", "mmengine"} & set(sys.modules)

@@ -108,7 +108,7 @@ def recorded_calls() -> Iterator[Calls]:
 
     with ExitStack() as stack:
         modules = {name: import_module(f"{kernels.__name__}.{name}") for name in kernel_names()}
-        for module in (attention, hook_points, layers, *modules.values()):
+        for module in (attention, hook_points, kernels, layers, *modules.values()):
             stack.enter_context(mock.patch.object(module, "chosen", chosen))
         for name, module in modules.items():
             functions = {

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from parity_cases import Case
 
-from opensora_sp.models.token_groups import windows_of
+from opensora_sp.models.packing import windows_of
 
 Sizes = tuple[tuple[int, int, int], ...]
 

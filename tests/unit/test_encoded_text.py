@@ -10,8 +10,7 @@ from golden_models import built
 from golden_values import load, under
 
 from opensora_sp.models import STDiT, STDiT2, STDiT3
-from opensora_sp.models.embedders import CaptionEmbedder
-from opensora_sp.models.layers import CrossAttention
+from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 
 CASES = {
     "stdit_v12_framemask": STDiT,

@@ -8,8 +8,7 @@ from golden_models import block_cases, with_state
 from golden_values import GOLDEN, close, load
 
 from opensora_sp.models import PatchGrid
-from opensora_sp.models.embedders import timestep_sinusoid
-from opensora_sp.models.layers import RMSNorm, SelfAttention
+from opensora_sp.models.layers import RMSNorm, SelfAttention, timestep_sinusoid
 from opensora_sp.models.positions import RotaryEmbedding
 from opensora_sp.models.token_layout import TEMPORAL
 

@@ -22,13 +22,15 @@ from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.blocks import FinalLayer, STDiT3Block
 from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.config import SharedConfig, STDiT3Config
-from opensora_sp.models.embedders import (
+from opensora_sp.models.layers import (
     CaptionEmbedder,
+    CrossAttention,
     PatchEmbed3D,
+    RMSNorm,
+    SelfAttention,
     SizeEmbedder,
     TimestepEmbedder,
 )
-from opensora_sp.models.layers import CrossAttention, RMSNorm, SelfAttention
 from opensora_sp.models.positions import (
     PositionEmbedding2D,
     RotaryEmbedding,

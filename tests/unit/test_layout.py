@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opensora_sp.models.token_groups import windows_of
+from opensora_sp.models.packing import windows_of
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, unpatchify
 from opensora_sp.parallel.layout import (
     SPATIAL_ROWS,

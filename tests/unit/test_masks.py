@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opensora_sp.models import Attend, PatchGrid, build_model, token_layout
-from opensora_sp.models.token_groups import VideoMask
+from opensora_sp.models.packing import VideoMask
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.strategies import SwitchRows

@@ -15,7 +15,7 @@ from opensora_sp.models import kernels
 from opensora_sp.models.conditioning import Conditioning, Text
 from opensora_sp.models.kernels import Kernels, Part, using_kernels
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
-from opensora_sp.parallel.strategies.switch_rows import _entries_of_chunks
+from opensora_sp.parallel.strategies.rows import _entries_of_chunks
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from opensora_sp.models import build_model, offload
-from opensora_sp.models.offload import (
+from opensora_sp.models import build_model, recompute
+from opensora_sp.models.recompute import (
+    OFFLOADED,
     HostMemory,
     host_memory,
     in_pieces,
     input_on_host,
     page_sizes,
 )
-from opensora_sp.models.recompute import OFFLOADED
 
 DEPTH, PAGE = 5, 64  # bytes
 
@@ -27,7 +27,7 @@ DEPTH, PAGE = 5, 64  # bytes
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMemory]:
     """Pages that are smaller than an input, the last of each only partly used."""
-    monkeypatch.setattr(offload, "PAGE", PAGE)
+    monkeypatch.setattr(recompute, "PAGE", PAGE)
     host_memory.cache_clear()
     yield host_memory(torch.device("cpu"))
     host_memory.cache_clear()

@@ -18,8 +18,7 @@ from PIL import Image
 from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
 from opensora_sp.data import read_frames
 from opensora_sp.models import compile_blocks
-from opensora_sp.models.embedders import CaptionEmbedder
-from opensora_sp.models.layers import CrossAttention
+from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling import outputs, parse, read_prompts, sample
 from opensora_sp.sampling.outputs import Output, fingerprint

@@ -41,8 +41,8 @@ TRAINING = [
         "recompute_communication=True has no effect: nothing is recomputed",
     ),
     ([f"{SHARED}.recompute_communication=True", "grad_checkpoint=1"], 2, None),
-    ([f"{SHARED}.placement=branch"], 1, "placement='branch' .* no ranks share a batch"),
-    ([f"{SHARED}.placement=branch"], 2, None),
+    ([f"{SHARED}.strategy=ulysses"], 1, "strategy='ulysses' .* no ranks share a batch"),
+    ([f"{SHARED}.strategy=ulysses"], 2, None),
     (["validation={'every': 1, 'prompts': ['a'], 'bins': 3}"], 2, "validation.bins=3 .* manifest"),
     (
         ["validation={'every':1, 'prompts':['a'], 'negative_prompt':'b', 'cfg_scale':1}"],

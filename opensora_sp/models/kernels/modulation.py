@@ -10,6 +10,7 @@ Legend: R rows, L tokens of a row, C width, b samples of n rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +48,7 @@ def norm_modulate(
         gradients of both at once.
     """
     if chosen("modulation", x):
-        from .triton import modulation as kernel
-
-        return kernel.norm_modulate(x, shift, scale, part)
+        return _triton().norm_modulate(x, shift, scale, part)
 
     shift, scale = _row_entries(shift, x, part), _row_entries(scale, x, part)
     normalized = F.layer_norm(x, x.shape[-1:], eps=EPSILON)
@@ -71,9 +70,7 @@ def add_norm_modulate(
         bias: ``[C]``, the bias of the branch's last layer, if it was left out there.
     """
     if chosen("modulation", x):
-        from .triton import modulation as kernel
-
-        return kernel.add_norm_modulate(x, branch, shift, scale, part, bias)
+        return _triton().add_norm_modulate(x, branch, shift, scale, part, bias)
 
     branch = branch if bias is None else branch + bias
     return norm_modulate((x + branch).to(x.dtype), shift, scale, part)
@@ -88,9 +85,7 @@ def add_gated(
 ) -> Tensor:
     """``x + gate * branch``; ``bias`` as in ``add_norm_modulate``."""
     if chosen("modulation", x):
-        from .triton import modulation as kernel
-
-        return kernel.add_gated(x, gate, branch, part, bias)
+        return _triton().add_gated(x, gate, branch, part, bias)
 
     branch = branch if bias is None else branch + bias
     gate = _row_entries(gate, x, part)
@@ -107,9 +102,7 @@ def add_gated_twice(
 ) -> tuple[Tensor, Tensor]:
     """``add_gated`` for two callers: backward gets both gradients, and adds them on the way."""
     if chosen("modulation", x):
-        from .triton import modulation as kernel
-
-        return kernel.add_gated_twice(x, gate, branch, part, bias)
+        return _triton().add_gated_twice(x, gate, branch, part, bias)
 
     total = add_gated(x, gate, branch, part, bias)
     return total, total
@@ -126,3 +119,10 @@ def _row_entries(entry: Tensor, x: Tensor, part: Part | None) -> Tensor:
 def _by_sample(x: Tensor, entry: Tensor) -> Tensor:
     """Tokens ``[R, L, C]`` as ``[b, n, L, C]``, against which an entry is broadcast."""
     return x.unflatten(0, (len(entry), len(x) // len(entry)))
+
+
+def _triton() -> Any:
+    """The Triton kernels, whose imports take a second and fail where Triton is not installed."""
+    from .triton import modulation
+
+    return modulation

@@ -5,6 +5,8 @@ Legend: R rows, L tokens of a row, H heads, D head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,9 +31,7 @@ def qk_norm(
         Queries, keys and values, ``[R, L, H, D]`` each. Values are a view of ``qkv``.
     """
     if chosen("qk_norm", qkv):
-        from .triton import qk_norm as kernel
-
-        return kernel.qk_norm(qkv, q_weight, k_weight, rotation, eps)
+        return _triton().qk_norm(qkv, q_weight, k_weight, rotation, eps)
 
     q, k, v = qkv.unbind(2)
     q, k = q_weight * normalize(q, eps), k_weight * normalize(k, eps)
@@ -51,9 +51,14 @@ def linear_qk_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``qk_norm`` of a linear layer's result: x ``[R, L, C]``, ``weight`` ``[3 * H * D, C]``."""
     if chosen("qk_norm", x):
-        from .triton import qk_norm as kernel
-
-        return kernel.linear_qk_norm(x, weight, bias, q_weight, k_weight, rotation, eps)
+        return _triton().linear_qk_norm(x, weight, bias, q_weight, k_weight, rotation, eps)
 
     qkv = F.linear(x, weight, bias).unflatten(-1, (3, -1, len(q_weight)))
     return qk_norm(qkv, q_weight, k_weight, rotation, eps)
+
+
+def _triton() -> Any:
+    """The Triton kernels, whose imports take a second and fail where Triton is not installed."""
+    from .triton import qk_norm
+
+    return qk_norm

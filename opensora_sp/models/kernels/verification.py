@@ -110,10 +110,7 @@ def compare(
 def _function(by: str, name: str, example: Example) -> Callable[..., Any]:
     """A kernel's function by "triton", or by its reference in plain "torch"."""
     if by == "triton":
-        function: Callable[..., Any] = getattr(
-            import_module(f".triton.{name}", __package__), example.function
-        )
-        return function
+        return getattr(import_module(f".triton.{name}", __package__), example.function)
     public = getattr(import_module(f".{name}", __package__), example.function)
     return using_kernels("torch")(public)
 

@@ -27,10 +27,9 @@ from ..agreement import (
     refuse_models,
 )
 from ..mesh import SequenceMesh
-from ..strategies import registered_strategies
+from ..strategies.choice import registered_strategies
 from ..typed import Args, Kwargs
-from .comm_counter import record
-from .comm_timing import communicating
+from .communication import communicating, record
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class InputCheck:
     nothing to compare.
 
     Args:
-        options, plan: dataclasses that decide what is sent; None leaves them out.
+        options, plan: dataclasses on which exchanges depend; None leaves them out.
 
     Raises:
         ValueError: when called, the same on all ranks, if anything differs.
@@ -82,16 +81,17 @@ class InputCheck:
     def __call__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self.mesh.is_imagined or self.mesh.sp_size == 1:
             return
+        # The description of a model takes longer than a small forward.
         self._form = self._form or ModelForm(model)
-        own = self._entries(model, args, kwargs)
-        own_digest = digest(own, self._form.digest())
+        entries = self._entries(model, args, kwargs)
+        rank_digest = digest(entries, self._form.digest())
 
         host = torch.device("cpu")
         record("check", backward=False, elements=2, element_size=8)
         with communicating("check", host):
-            agree = all_agree(own_digest, self.mesh.host_group, host)
+            agree = all_agree(rank_digest, self.mesh.host_group, host)
         if not agree:
-            self._refuse(model, own)
+            self._refuse(model, entries)
 
     def _entries(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Entries:
         """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
@@ -104,7 +104,9 @@ class InputCheck:
         # different sizes (LOCAL_WORLD_SIZE) may count groups of one degree differently.
         entries["options group spans nodes"] = describe(self.mesh.spans_nodes)
         # They may be registered at any time.
-        entries["strategies registered"] = describe([one.label for one in registered_strategies()])
+        entries["strategies registered"] = describe(
+            [strategy.label for strategy in registered_strategies()]
+        )
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):
@@ -113,22 +115,23 @@ class InputCheck:
             entries["modes gradient checkpointing"] = switched.get(str(setting), str(setting))
 
         leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
-        return entries | {f"inputs {_name(path)}": describe(value) for path, value in leaves}
+        return entries | {f"inputs {_name(path)}": describe(leaf) for path, leaf in leaves}
 
-    def _refuse(self, model: nn.Module, own: Entries) -> None:
+    def _refuse(self, model: nn.Module, entries: Entries) -> None:
         """Raise the first reason that there is, the same on all ranks. Collective."""
         group = self.mesh.host_group
+        # Of another model, inputs differ as well: the model is the first reason.
         models = gathered(describe_model(model), group)
         refuse_models(differences(models), "of one sequence-parallel group")
 
-        found = differences(gathered(own, group))
+        differing = differences(gathered(entries, group))
         for kind in KINDS:
             prefix = f"{kind.name} "
-            of_kind = [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
-            if of_kind:
+            matches = [text.removeprefix(prefix) for text in differing if text.startswith(prefix)]
+            if matches:
                 raise ValueError(
                     f"got different {kind.name} on the ranks of one sequence-parallel group: "
-                    f"{first_of(of_kind)}; expected {kind.expected} on all of them; {kind.remedy}"
+                    f"{first_of(matches)}; expected {kind.expected} on all of them; {kind.remedy}"
                 )
 
         # Only the digests of the models differ: parameters were added or removed since they were
@@ -136,10 +139,10 @@ class InputCheck:
         self._form = None
 
 
-def _entries_of(kind: str, value: Any) -> Entries:
-    if value is None:
+def _entries_of(kind: str, settings: Any) -> Entries:
+    if settings is None:
         return {}
-    return {f"{kind} {name}": describe(one) for name, one in fields_of(value).items()}
+    return {f"{kind} {name}": describe(field) for name, field in fields_of(settings).items()}
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 # The attribute of a parallelized model that holds its engine.
 ATTRIBUTE = "_sequence_parallel"
 
-OUTPUT = "the output"  # beside names of parameters
+OUTPUT = "the output"  # among names of parameters
 
 # Largest relative difference that rounding explains.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
-# Relative to the largest gradient. Smaller ones, such as that of a key bias, which is zero but for
+# Relative to the largest gradient. Smaller ones, such as of a key bias, which is zero but for
 # rounding, count as this large.
 NOISE_FLOOR = 1e-3
 
@@ -45,9 +45,10 @@ class Verdict:
 
     @property
     def worst(self) -> tuple[str, float]:
-        found = {OUTPUT: self.output, **self.gradients}
-        name = max(found, key=lambda n: found[n] if found[n] == found[n] else float("inf"))
-        return name, found[name]
+        differences = {OUTPUT: self.output, **self.gradients}
+        # The largest, or one that is no number.
+        name = max(differences, key=lambda n: (differences[n] != differences[n], differences[n]))
+        return name, differences[name]
 
     @property
     def agrees(self) -> bool:
@@ -71,14 +72,16 @@ def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None)
     one tensor.
     """
     engine = getattr(model, ATTRIBUTE)
-    kwargs = {name: value for name, value in (kwargs or {}).items() if name != "output"}
+    kwargs = {name: argument for name, argument in (kwargs or {}).items() if name != "output"}
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
+    # Both steps draw nothing of the run's random numbers.
     with torch.random.fork_rng(), torch.inference_mode(False):
         with engine.detached():
             wanted = _step(model, args, kwargs)
         ours = _step(model, args, kwargs)
 
+    # A forward may have changed buffers, such as running means.
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
@@ -88,9 +91,9 @@ def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None)
         ours[name] = _averaged(ours[name], engine.mesh)
 
     floor = NOISE_FLOOR * max((wanted[name].abs().max().item() for name in names), default=0.0)
-    found = [_difference(ours[OUTPUT], wanted[OUTPUT], 0.0)]
-    found += [_difference(ours[name], wanted[name], floor) for name in names]
-    output, *gradients = _largest_over_ranks(found, engine.mesh)
+    differences = [_difference(ours[OUTPUT], wanted[OUTPUT], 0.0)]
+    differences += [_difference(ours[name], wanted[name], floor) for name in names]
+    output, *gradients = _largest_over_ranks(differences, engine.mesh)
 
     tolerance = max(TOLERANCE.get(tensor.dtype, 1e-3) for tensor in wanted.values())
     return Verdict(
@@ -102,7 +105,7 @@ def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None)
 
 
 def _averaged(gradient: Tensor, mesh: SequenceMesh) -> Tensor:
-    """Its mean over the ranks of a group."""
+    """The mean over the ranks of a group."""
     # Autograd expands or shares what it can.
     whole = gradient.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(whole, group=mesh.sp_group)
@@ -124,7 +127,7 @@ def verify_first_step(model: nn.Module) -> None:
     Members of a group take part in all of its batches, so they agree on which one is the first.
     """
     mesh = getattr(model, ATTRIBUTE).mesh
-    unverified = {own.ranks for own in mesh.own if own.sp_size > 1}
+    unverified = {group.ranks for group in mesh.own if group.sp_size > 1}
 
     def check(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if mesh.group not in unverified:
@@ -151,34 +154,34 @@ def verify_first_step(model: nn.Module) -> None:
 def _step(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
-        args, kwargs = tree_map(_own, (args, kwargs))
+        args, kwargs = tree_map(_copied, (args, kwargs))
         output = model(*args, **kwargs)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
 
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        found: tuple[Tensor, ...] = ()
+        gradients: tuple[Tensor, ...] = ()
         if named:
             loss = (output * weights).sum()
             # Unused ones get zeros.
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 loss, list(named.values()), allow_unused=True, materialize_grads=True
             )
 
-    return {OUTPUT: output.detach(), **dict(zip(named, found, strict=True))}
+    return {OUTPUT: output.detach(), **dict(zip(named, gradients, strict=True))}
 
 
-def _own(value: Any) -> Any:
+def _copied(argument: Any) -> Any:
     """A copy of a tensor, or of the tensors of a dataclass (encoded text), without its graph.
 
     Two steps would go back through that graph. Inference tensors, which autograd cannot save,
     become normal ones.
     """
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if is_dataclass(value) and not isinstance(value, type):
-        copies = {one.name: tree_map(_own, getattr(value, one.name)) for one in fields(value)}
-        return replace(value, **copies)
-    return value
+    if isinstance(argument, Tensor):
+        return argument.detach().clone().requires_grad_(argument.requires_grad)
+    if is_dataclass(argument) and not isinstance(argument, type):
+        copies = {f.name: tree_map(_copied, getattr(argument, f.name)) for f in fields(argument)}
+        return replace(argument, **copies)
+    return argument
 
 
 def _difference(ours: Tensor, theirs: Tensor, floor: float) -> float:

@@ -45,8 +45,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
     """``GELU(x + bias)``, x ``[..., F]``."""
-    y: Tensor = _Gelu.apply(x, bias)
-    return y
+    return _Gelu.apply(x, bias)
 
 
 def _goes_into_product(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -99,13 +98,11 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, bias)
-        y: Tensor = gelu_forward(x, bias)
-        return y
+        return gelu_forward(x, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor] = gelu_backward(grad, *ctx.saved_tensors)
-        return grads
+        return gelu_backward(grad, *ctx.saved_tensors)
 
 
 def _arguments(x: Tensor) -> dict[str, Any]:

@@ -54,8 +54,7 @@ def opaque_operator(name: str, function: Function, fake: Function) -> Function:
     for device in ("CUDA", "CPU"):  # on a CPU Triton's interpreter runs them
         _LIBRARY.impl(name, on_device, device)
     torch.library.register_fake(f"opensora_sp::{name}", fake, lib=_LIBRARY)
-    overload: Function = getattr(torch.ops.opensora_sp, name).default
-    return overload
+    return getattr(torch.ops.opensora_sp, name).default
 
 
 def _need_gradients(*args: Any) -> bool:

@@ -279,10 +279,8 @@ class _ShortRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        out: Tensor = short_rows_forward(q, k, v)
-        return out
+        return short_rows_forward(q, k, v)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor, Tensor] = short_rows_backward(grad, *ctx.saved_tensors)
-        return grads
+        return short_rows_backward(grad, *ctx.saved_tensors)

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models.registry import CLASSES, REFERENCE, VARIANTS, has_one_size
 from opensora_sp.training.sp_verification import fill_zero_parameters, small_batch
 
 from .findings import Finding, Setup, largest_of, relative_error, relative_errors
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "STDiT": ("STDiT", {}),
-    "STDiT2": ("STDiT2", dict(qk_norm=True)),
-    "STDiT3": ("STDiT3", {}),
-    "STDiT3 with windows": ("STDiT3", dict(kernel_size=(4, 4, -1))),
-}
+MODELS = VARIANTS
 
 # A device sums in another order than a CPU and has another exp and GELU, so a few times the error
 # that the same dtype has on CPU is rounding. The error of sums that are rounded at each addition
@@ -38,7 +34,7 @@ def small_model(name: str, setup: Setup) -> tuple[Any, dict[str, Any]]:
     # Frames, height, width. The CPU's part of all checks takes a minute on two cores.
     latents = (4, 8, 8) if setup.small else (8, 32, 32)
     cls, options = MODELS[name]
-    if cls == "STDiT":
+    if has_one_size(CLASSES[cls]):
         options = options | dict(input_size=latents)
 
     torch.manual_seed(0)
@@ -118,7 +114,7 @@ def step_errors(result: Step, exact: Step) -> dict[str, float]:
 def check_compiled(setup: Setup) -> Iterator[Finding]:
     """Blocks compiled by ``torch.compile`` against the same blocks in eager mode."""
     dtype = torch.float32 if setup.small else torch.bfloat16
-    model, inputs = copy_to(setup.device, dtype, *small_model("STDiT3", setup))
+    model, inputs = copy_to(setup.device, dtype, *small_model(REFERENCE, setup))
     expected = step(model, inputs)
 
     # Inductor would take a minute to compile code that only a GPU runs.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opensora_sp.common.error_file import wait_until
 from opensora_sp.common.importing import PackageError, check_colossalai
+from opensora_sp.models.registry import REFERENCE
 from opensora_sp.parallel import (
     SequenceMesh,
     parallelize,
@@ -32,7 +33,6 @@ TIMEOUT = 90.0  # seconds for all checks of the ranks
 STRATEGIES: dict[str, dict[str, Any]] = {
     "switch": {},
     "switch, overlapped": dict(overlap_chunks=2, overlap_backward=True),
-    "branch": dict(placement="branch"),
     "ulysses": dict(strategy="ulysses"),
     "split_gather": dict(strategy="split_gather"),
 }
@@ -50,7 +50,7 @@ def check_strategies(setup: Setup) -> Iterator[Finding]:
         return
 
     mesh = SequenceMesh(ranks)
-    model, inputs = copy_to(setup.device, torch.float32, *small_model("STDiT3", setup))
+    model, inputs = copy_to(setup.device, torch.float32, *small_model(REFERENCE, setup))
     inputs = _sample(inputs, 0)
     model.set_grad_checkpoint(True)
     for name, options in STRATEGIES.items():
@@ -72,7 +72,7 @@ def check_zero(setup: Setup) -> Iterator[Finding]:
         return
 
     for stage in (1, 2):
-        model, inputs = copy_to(setup.device, torch.float32, *small_model("STDiT3", setup))
+        model, inputs = copy_to(setup.device, torch.float32, *small_model(REFERENCE, setup))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in trained.items()}
         expected = _updates(before, _plain_step(copy.deepcopy(model), inputs))

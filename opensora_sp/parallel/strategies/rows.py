@@ -1,9 +1,8 @@
-"""The default: tokens switch between spatial and temporal rows, between the blocks."""
+"""Strategies of whole rows: switches between spatial and temporal rows, and whole samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -13,17 +12,48 @@ from torch import Tensor
 
 from opensora_sp.common.graphs import uncompiled
 
-from ..batch_shape import BatchShape
+from ..batch_shape import BatchShape, Rows
 from ..collectives import exchange
-from ..cost_model import ChunkCosts, FewUnitsCosts
-from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, ExchangePlan, balanced_sizes, plan_exchange
+from ..layout import ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
-from ..protocols import Rows
-from ..typed import Local
-from .base import Strategy
-from .exchanges import AllToAll, Exchange
-from .registry import strategy_for
+from .base import (
+    AllToAll,
+    BlockLayouts,
+    Exchange,
+    Function,
+    GridOrShape,
+    Segment,
+    Strategy,
+    Switch,
+    Tensors,
+    few_frames_reason,
+)
+
+SAMPLES = "b | t s"
+
+
+class WholeSamples(Strategy):
+    """Every rank holds whole samples, in both layouts, so nothing is sent."""
+
+    label = "whole samples"
+    condition = "P divides B"
+    moves = "no token"
+
+    @classmethod
+    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        return shape.num_samples % ranks == 0
+
+    @classmethod
+    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
+        if ranks == 1:
+            return "sp_size is 1: one rank holds the whole batch, nothing is sent"
+        B = shape.num_samples
+        return f"{ranks} ranks divide B={B}: each holds {B // ranks} whole samples, no token moves"
+
+    @classmethod
+    def token_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        return BlockLayouts(SAMPLES, SAMPLES)
 
 
 class SwitchRows(Strategy):
@@ -36,7 +66,8 @@ class SwitchRows(Strategy):
     label = "switch"
     condition = "otherwise"
 
-    in_flight: InFlightSwitch | None = None  # while a block runs whose end is sent in chunks
+    # While a block runs whose end is sent in chunks.
+    in_flight: InFlightSwitch | None = None
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
@@ -59,10 +90,11 @@ class SwitchRows(Strategy):
         token = shape.width * element_size
         return [
             AllToAll(shape.depth, spatial, temporal, token),
-            AllToAll(shape.depth - 1, temporal, spatial, token),  # tokens leave in temporal rows
+            # Tokens leave in temporal rows.
+            AllToAll(shape.depth - 1, temporal, spatial, token),
         ]
 
-    def switch(self, local: Local, x: Tensor | InFlightSwitch, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: Switch, x: Tensor | InFlightSwitch, rows: Rows) -> tuple[Tensor, Rows]:
         target = self.local_rows(rows.transposed())
         if isinstance(x, InFlightSwitch):
             tokens = x.wait()
@@ -71,58 +103,55 @@ class SwitchRows(Strategy):
         return tokens.unflatten(0, (target.count, target.length)), target
 
     def segment(
-        self,
-        local: Local,
-        function: Local,
-        rows: Rows,
-        *args: Any,
-        last: bool,
-        **options: Any,
+        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
-            return local(function, rows, *args, last=last, **options)
+            return local(function, rows, *args, recompute=recompute, last=last)
 
+        # One for each segment and forward: recomputation starts it again.
         plans = self._chunk_plans(rows, args[0].device)
         in_flight = InFlightSwitch(
             plans, self.group, overlap_backward=self.options.overlap_backward
         )
 
-        def started(*args: Any) -> InFlightSwitch:
+        def run(*args: Any) -> Any:
             self.in_flight = in_flight
             try:
-                x = function(*args)  # its tokenwise end has started the switch, if it has one
+                # Its tokenwise end has started the switch, if it has one.
+                x: Any = function(*args)
             finally:
                 self.in_flight = None
             return x if isinstance(x, InFlightSwitch) else in_flight.start([x], 1)
 
-        return local(started, rows, *args, last=last, **options)
+        return local(run, rows, *args, recompute=recompute, last=last)
 
-    def tokenwise(self, local: Local, *args: Any) -> Any:
-        return self._in_chunks(local, *args) if self.options.overlaps else local(*args)
+    def tokenwise(
+        self, function: Function, rows: Rows, tokens: Tensors, entries: Tensors, part: Any
+    ) -> Any:
+        if not self.options.overlaps:
+            return function(*tokens, *entries, part)
+        return self._in_chunks(function, rows, tokens, entries, part)
 
-    @uncompiled  # each forward has an in-flight switch of its own, which belongs to no graph
+    # Each forward has an in-flight switch, which belongs to no graph.
+    @uncompiled
     def _in_chunks(
-        self,
-        local: Local,
-        function: Local,
-        rows: Rows,
-        tokens: Sequence[Tensor],
-        entries: Sequence[Tensor],
-        part: Any = None,
+        self, function: Function, rows: Rows, tokens: Tensors, entries: Tensors, part: Any
     ) -> Any:
         if self.in_flight is None:
-            return local(function, rows, tokens, entries, part)
+            return function(*tokens, *entries, part)
 
         num_chunks = self._num_chunks(rows)
         if num_chunks == 1:
             # The bits of the plain switch: entries by row would be reduced in another order.
             return self.in_flight.start([function(*tokens, *entries, part)], num_chunks)
 
+        # Chunks differ by one row at most, so that each hides the exchange of the one before.
         sizes = balanced_sizes(rows.count, num_chunks)
-        of_tokens = zip(*(x.split(sizes) for x in tokens), strict=True)
-        chunks = zip(of_tokens, _entries_of_chunks(entries, part, sizes), strict=True)
-        return self.in_flight.start((function(*xs, *own) for xs, own in chunks), num_chunks)
+        token_chunks = zip(*(x.split(sizes) for x in tokens), strict=True)
+        chunks = zip(token_chunks, _entries_of_chunks(entries, part, sizes), strict=True)
+        results = (function(*chunk, *modulation) for chunk, modulation in chunks)
+        return self.in_flight.start(results, num_chunks)
 
     def _num_chunks(self, rows: Rows) -> int:
         """As many as configured, but none empty on any rank."""
@@ -137,56 +166,7 @@ class SwitchRows(Strategy):
         return partial(plan_exchange, self.axes(rows), source, target, ranks, rank, device)
 
 
-def chunk_costs(
-    options: Options, shape: BatchShape, ranks: int, *, element_size: int
-) -> ChunkCosts:
-    """Cost of a switch in chunks, for a group of ranks on one node or several."""
-    held = max(shape.entries(SPATIAL_ROWS, ranks))
-    sent = held * (ranks - 1) / ranks * shape.width * element_size
-    return ChunkCosts(options.cost_model, options.link, sent)
-
-
-def with_chunks(options: Options, shape: BatchShape, ranks: int, *, element_size: int) -> Options:
-    """The options for switches of this shape: ``overlap_chunks="auto"`` is a number."""
-    if options.overlap_chunks != "auto" or strategy_for(shape, options, ranks) is not SwitchRows:
-        return options
-    costs = chunk_costs(options, shape, ranks, element_size=element_size)
-    return replace(options, overlap_chunks=costs.best_number)
-
-
-def fewest_rows(shape: BatchShape, ranks: int) -> int:
-    """Rows of the rank with fewest, in either layout: as many chunks a switch can always have."""
-    lengths = {SPATIAL_ROWS: shape.patches, TEMPORAL_ROWS: shape.frames}
-    return min(min(shape.entries(layout, ranks)) // length for layout, length in lengths.items())
-
-
-def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:
-    """Cost of a spatial block by whole frames, and by frames x heads."""
-    return options.cost_model.few_units(
-        shape,
-        ranks,
-        options.link,
-        unit=shape.patches,
-        num_units=shape.num_frames,
-        row_layout=TEMPORAL_ROWS,
-        # Without temporal blocks, tokens stay in spatial rows.
-        switches=2 if shape.alternates else 0,
-    )
-
-
-def few_frames_reason(shape: BatchShape, options: Options, ranks: int, choice: str) -> str:
-    """Why frames fewer than ranks are distributed so."""
-    costs = few_frames_costs(shape, options, ranks)
-    return (
-        f"B*T={shape.num_frames} frames are fewer than {ranks} ranks: {choice}, "
-        f"which costs less ({costs.whole * 1e6:.3g} us a spatial block by whole frames, "
-        f"{costs.heads * 1e6:.3g} us by frames x heads)"
-    )
-
-
-def _entries_of_chunks(
-    entries: Sequence[Tensor], part: Any, sizes: Sequence[int]
-) -> list[tuple[Any, ...]]:
+def _entries_of_chunks(entries: Tensors, part: Any, sizes: Sequence[int]) -> list[tuple[Any, ...]]:
     """Entries of a modulation, and the part of their rows, of chunks of rows of these sizes."""
     if part is not None:
         starts = accumulate(sizes[:-1], initial=0)

@@ -1,0 +1,179 @@
+"""Communication of sequence parallelism: a counter of collectives, and their exposed time.
+
+Listeners, such as timers and profilers, are entered around each communication. Without listeners
+nothing is measured. With them the same is sent in the same order, and on CUDA no rank waits for
+them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ..typed import is_backward_running
+
+PHASES = ("forward", "recompute", "backward")
+Key: TypeAlias = tuple[str, str]
+
+_open: list[CommLedger] = []
+
+
+class CommLedger:
+    """A communication counter of collectives, and of the elements and bytes sent to other ranks.
+
+    It counts while it is entered. ``calls``, ``elements`` and ``bytes`` are keyed by (kind, phase).
+    Phases are "forward", "recompute" (forward run again under gradient checkpointing) and
+    "backward". Kinds:
+
+    * "switch": tokens between the layouts
+    * "heads": queries, keys, values and outputs
+    * "branch": the input and output of a spatial attention
+    * "tokens": all tokens, gathered for an attention
+    * "gather": the output
+    * "check": the comparison of inputs (``InputCheck``)
+    * "data": features of the clips that each rank has encoded
+    * "clips": what ranks agree on about clips beforehand
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[Key] = Counter()
+        self.elements: Counter[Key] = Counter()
+        self.bytes: Counter[Key] = Counter()
+
+    def __enter__(self) -> CommLedger:
+        _open.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _open.remove(self)
+
+    def table(self, group: dist.ProcessGroup | None = None) -> str:
+        """A line for each kind and phase: collectives, elements sent and MB (1e6 bytes) sent.
+
+        Without a group, of this rank. With a group, the mean over its ranks and the busiest one;
+        that is collective.
+        """
+        counters = [self.calls, self.elements, self.bytes]
+        ranks = [counters]
+        if group is not None:
+            ranks = [[] for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(ranks, counters, group=group)
+        calls, elements, sent = zip(*ranks, strict=True)
+
+        lines = [
+            f"{'kind':8} {'phase':10} {'calls':>6} {'elements':>14} {'MB':>10} {'busiest MB':>10}"
+            "  rank"
+        ]
+        keys: set[Key] = set().union(*calls)
+        for key in sorted(keys, key=lambda key: (key[0], PHASES.index(key[1]))):
+            sent_bytes = [counter[key] for counter in sent]
+            busiest = sent_bytes.index(max(sent_bytes)) if group is not None else "this"
+            lines.append(
+                f"{key[0]:8} {key[1]:10} {_mean(calls, key):6g} {_mean(elements, key):14.0f} "
+                f"{_mean(sent, key) / 1e6:10.3f} {max(sent_bytes) / 1e6:10.3f}  {busiest}"
+            )
+        return "\n".join(lines)
+
+
+def _mean(counters: Sequence[Counter[Key]], key: Key) -> float:
+    return sum(counter[key] for counter in counters) / len(counters)
+
+
+def record(kind: str, *, backward: bool, elements: int, element_size: int) -> None:
+    """Count one collective in every counter that is entered."""
+    phase = "recompute" if is_backward_running() else "forward"
+    key = kind, "backward" if backward else phase
+    for counter in _open:
+        counter.calls[key] += 1
+        counter.elements[key] += elements
+        counter.bytes[key] += elements * element_size
+
+
+Listener: TypeAlias = Callable[[str, bool, torch.device], AbstractContextManager[object]]
+"""``listener(kind, backward, device)`` is entered while this rank communicates. Kinds are as in
+``CommLedger``, and "zero" for ZeRO's collectives."""
+
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call a listener for each communication while this is entered."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def communicating(kind: str, device: torch.device, *, backward: bool = False) -> Iterator[None]:
+    """Around whatever makes this rank, or its CUDA stream, wait for other ranks."""
+    with ExitStack() as stack:
+        for listener in _listeners:
+            stack.enter_context(listener(kind, backward, device))
+        yield
+
+
+class CommTimer:
+    """Exposed communication time in seconds, measured while it is entered.
+
+    On a CPU this is the time spent in collectives and in completing asynchronous ones. On CUDA it
+    is the time that the compute stream waits for them, between two events, which only ``take``
+    reads. Communication that overlaps with computation does not count. Waiting for a slower rank
+    does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seconds = 0.0
+        self._recorded: list[_Events] = []
+        self._entered = ExitStack()
+
+    def __enter__(self) -> CommTimer:
+        self._entered.enter_context(listening(self._measure))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+    def take(self) -> float:
+        """Seconds since the last call. On CUDA waits until all communication is complete."""
+        if self._recorded:
+            torch.cuda.synchronize(self.device)
+        for events in self._recorded:
+            self._seconds += events.before.elapsed_time(events.after) / 1000
+
+        self._recorded = []
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    @contextmanager
+    def _measure(self, kind: str, backward: bool, device: torch.device) -> Iterator[None]:
+        if device.type != self.device.type:
+            # On the host, while a GPU keeps computing.
+            yield
+        elif device.type == "cuda":
+            events = _Events()
+            events.before.record()
+            yield
+            events.after.record()
+            self._recorded.append(events)
+        else:
+            since = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - since
+
+
+class _Events:
+    """A pair of CUDA events around one communication."""
+
+    def __init__(self) -> None:
+        self.before = torch.cuda.Event(enable_timing=True)
+        self.after = torch.cuda.Event(enable_timing=True)

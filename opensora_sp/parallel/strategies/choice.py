@@ -1,0 +1,93 @@
+"""The order of the strategies, and the choice of one for a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..batch_shape import BatchShape
+from ..cost_model import ChunkCosts
+from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS
+from ..options import STRATEGY_OPTIONS, Options
+from .base import Strategy
+from .heads import SplitBoth, SplitClips, SplitHeads, SplitWindows, Ulysses
+from .rows import SwitchRows, WholeSamples
+from .token_exchange import SplitGather
+
+# Of the strategies with a batch's ``option`` the first one that applies is chosen.
+IN_ORDER: list[type[Strategy]] = [
+    WholeSamples,
+    SplitClips,
+    SplitBoth,
+    SplitWindows,
+    SplitHeads,
+    SwitchRows,
+    Ulysses,
+    SplitGather,
+]
+
+
+def register_strategy(strategy: type[Strategy]) -> type[Strategy]:
+    """Let ``parallelize``, the config and the planner use a strategy; also as a decorator.
+
+    It is asked before all strategies registered so far.
+
+    Raises:
+        ValueError: if another strategy has the same label.
+    """
+    if any(registered.label == strategy.label for registered in IN_ORDER):
+        raise ValueError(
+            f"got a second strategy {strategy.label!r}; expected a label that no other strategy "
+            "has; rename it"
+        )
+    IN_ORDER.insert(0, strategy)
+    if strategy.option not in STRATEGY_OPTIONS:
+        STRATEGY_OPTIONS.append(strategy.option)
+    return strategy
+
+
+def registered_strategies() -> tuple[type[Strategy], ...]:
+    """All strategies, in the order in which they are asked."""
+    return tuple(IN_ORDER)
+
+
+def strategy_for(shape: BatchShape, options: Options, ranks: int) -> type[Strategy]:
+    """The strategy for a batch of this shape, the same on all ranks.
+
+    Raises:
+        ValueError: if none of the option's strategies applies.
+    """
+    # Whatever the option: a single rank has nobody to send to.
+    if ranks == 1:
+        return WholeSamples
+
+    for strategy in IN_ORDER:
+        if strategy.option == options.strategy and strategy.applies(shape, options, ranks):
+            return strategy
+    raise ValueError(
+        f"got a batch to which no strategy of the option {options.strategy!r} applies: {shape} "
+        f"on {ranks} ranks; expected one of {STRATEGY_OPTIONS} that does; choose another one, or "
+        "register a strategy of this option whose applies() is true"
+    )
+
+
+def chunk_costs(
+    options: Options, shape: BatchShape, ranks: int, *, element_size: int
+) -> ChunkCosts:
+    """Cost of a switch in chunks, for a group of ranks on one node or several."""
+    tokens = max(shape.entries(SPATIAL_ROWS, ranks))
+    sent = tokens * (ranks - 1) / ranks * shape.width * element_size
+    return ChunkCosts(options.cost_model, options.link, sent)
+
+
+def with_chunks(options: Options, shape: BatchShape, ranks: int, *, element_size: int) -> Options:
+    """The options for switches of this shape: ``overlap_chunks="auto"`` is a number."""
+    if options.overlap_chunks != "auto" or strategy_for(shape, options, ranks) is not SwitchRows:
+        return options
+    costs = chunk_costs(options, shape, ranks, element_size=element_size)
+    return replace(options, overlap_chunks=costs.best_number)
+
+
+def fewest_rows(shape: BatchShape, ranks: int) -> int:
+    """Rows of the rank with fewest, in either layout: as many chunks a switch can always have."""
+    lengths = {SPATIAL_ROWS: shape.patches, TEMPORAL_ROWS: shape.frames}
+    return min(min(shape.entries(layout, ranks)) // length for layout, length in lengths.items())

@@ -1,0 +1,287 @@
+"""Strategies that distribute the heads of an attention, for few frames, few windows or clips."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch_shape import BatchShape, LatentRows, Rows
+from ..collectives import exchange
+from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, WINDOW_COLUMNS, ExchangePlan, unit_ranges
+from ..options import Options
+from .base import (
+    AllToAll,
+    Attend,
+    Block,
+    BlockLayouts,
+    Exchange,
+    Function,
+    GridOrShape,
+    OneLayout,
+    Segment,
+    few_frames_costs,
+    few_frames_reason,
+)
+
+FRAME_HEADS = "b t h | s"
+WINDOW_HEADS = "b w h | p t"
+CLIP_HEADS = "b h | s t"
+
+
+@dataclass(frozen=True)
+class PreparedHeads:
+    """The plans of an attention by heads, made before a block, outside of its graph.
+
+    Attributes:
+        rows: the rows in which tokens attend, each of one head.
+        there, back: this rank's part in the exchanges before and after.
+        groups: the tokens that attend together.
+    """
+
+    rows: Rows
+    there: ExchangePlan
+    back: ExchangePlan
+    groups: Any
+
+
+Prepared = Mapping[str, PreparedHeads | None]
+
+
+class SplitAttention(OneLayout):
+    """Queries, keys and values change to the layout of an attention, its output back: 4 u.
+
+    A subclass states the layouts in ``attention_layouts``. An attention whose layout has no axis h
+    is local.
+    """
+
+    moves = "heads of queries, keys, values and outputs of every attention; no whole token"
+
+    _prepared: Prepared | None = None  # while a segment runs
+
+    @classmethod
+    def exchanges(cls, shape: BatchShape, options: Options, element_size: int) -> list[Exchange]:
+        head = shape.width // shape.heads * element_size
+        layouts = zip(cls.token_layouts(shape), cls.attention_layouts(shape), strict=True)
+
+        exchanges: list[Exchange] = []
+        for resident, attended in shape.of_blocks([*layouts]):
+            if has_heads(attended):
+                qkv = AllToAll(shape.depth, f"{resident} h", attended, 3 * head)
+                out = AllToAll(shape.depth, attended, f"{resident} h", head)
+                exchanges += [qkv, out]
+        return exchanges
+
+    def segment(
+        self, local: Segment, function: Function, rows: Any, *args: Any, recompute: Any, last: bool
+    ) -> Tensor:
+        # Before the block, so that no compiled graph traces it.
+        prepared = self.prepare(rows, args[0].device)
+
+        def run(*args: Any) -> Tensor:
+            self._prepared = prepared
+            try:
+                return function(*args)
+            finally:
+                self._prepared = None
+
+        return super().segment(local, run, rows, *args, recompute=recompute, last=last)
+
+    def attend(
+        self, local: Attend, q: Tensor, k: Tensor, v: Tensor, rows: Any, groups: Any, block: Block
+    ) -> Tensor:
+        # Outside of a segment nothing is prepared.
+        prepared = (self._prepared or self.prepare(rows, q.device))[block]
+        if prepared is None:
+            return local(q, k, v, rows, groups)
+
+        # [R, L, H, 3, D] -> entries [R * L * H, 3 * D], for one exchange.
+        qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)
+        qkv = exchange(qkv, prepared.there, self.group, kind="heads")
+        qkv = qkv.view(-1, prepared.rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
+        q_heads, k_heads, v_heads = qkv.unbind(3)
+        out = local(q_heads, k_heads, v_heads, prepared.rows, prepared.groups)
+        return exchange(out.flatten(0, 2), prepared.back, self.group, kind="heads").view(q.shape)
+
+    def prepare(self, rows: LatentRows, device: torch.device) -> Prepared:
+        """The plans of each block's attention; None for an attention that is local."""
+        layouts = self.attention_layouts(rows.grid)
+        return {
+            block: self._prepare_exchanges(rows, layout, device) if has_heads(layout) else None
+            for block, layout in (("spatial", layouts.spatial), ("temporal", layouts.temporal))
+        }
+
+    def _prepare_exchanges(
+        self, rows: LatentRows, layout: str, device: torch.device
+    ) -> PreparedHeads:
+        # Entries of the exchange are single heads of tokens.
+        resident = f"{self.layout_of(rows)} h"
+        there = self.plan(rows, resident, layout, device)
+        back = self.plan(rows, layout, resident, device)
+
+        # The last axis of the layout is the one that tokens of a row differ in.
+        attended = "spatial" if layout.endswith("s") else "temporal"
+        rows = rows if rows.layout == attended else rows.transposed()
+        # Rows of equal length need no list of units.
+        units = None if rows.are_sequences else self.local_units(rows, layout)
+        return PreparedHeads(rows, there, back, rows.groups(units))
+
+    def local_units(self, rows: Rows, layout: str) -> list[int]:
+        """Numbers of the samples, rows or windows that attend here, in order, once per head."""
+        ranges = unit_ranges(self.axes(rows), layout, self.mesh.sp_size)
+        numbers = range(*ranges[self.mesh.sp_rank])
+        # Every unit of the batch for each head.
+        if layout.startswith("h |"):
+            return [*range(_num_units(rows))] * len(numbers)
+        return [number // self.heads for number in numbers]
+
+
+class SplitHeads(SplitAttention):
+    """Spatial attention by frames x heads: 4 u.
+
+    For fewer frames than ranks, where whole spatial rows would leave ranks without work.
+    """
+
+    label = "split heads"
+    condition = "fewer frames (B*T) than ranks, where it costs less"
+    moves = "heads of queries, keys, values and outputs of spatial attention; no whole token"
+
+    @classmethod
+    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        if shape.num_frames >= ranks:
+            return False
+        return few_frames_costs(shape, options, ranks).heads_cost_less
+
+    @classmethod
+    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
+        choice = "spatial attention is split by frames x heads"
+        return few_frames_reason(shape, options, ranks, choice)
+
+    @classmethod
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        return BlockLayouts(FRAME_HEADS, cls.rows_layout("temporal", grid))
+
+
+class SplitWindows(SplitAttention):
+    """Tokens stay in spatial rows; attention of windows by windows x heads: 4 u."""
+
+    label = "split windows"
+    condition = "fewer windows (B*W) than ranks, where it costs less"
+    moves = "heads of queries, keys, values and outputs of windows; no whole token"
+
+    resident_layout = "spatial"
+
+    @classmethod
+    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        return few_windows(shape, options, ranks)
+
+    @classmethod
+    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
+        return few_windows_reason(f"B*W={shape.num_windows} windows", ranks)
+
+    @classmethod
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        return BlockLayouts(SPATIAL_ROWS, WINDOW_HEADS)
+
+
+class SplitBoth(SplitAttention):
+    """Spatial attention by frames x heads, attention of windows by windows x heads: 8 u."""
+
+    label = "split both"
+    condition = "fewer windows (B*W) and fewer frames (B*T) than ranks, where it costs less"
+
+    window_rows = WINDOW_COLUMNS
+
+    @classmethod
+    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        return shape.num_frames < ranks and few_windows(shape, options, ranks)
+
+    @classmethod
+    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
+        few = f"B*W={shape.num_windows} windows and B*T={shape.num_frames} frames"
+        return few_windows_reason(few, ranks)
+
+    @classmethod
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        return BlockLayouts(FRAME_HEADS, WINDOW_HEADS)
+
+
+class SplitClips(SplitAttention):
+    """Full attention over the tokens of a clip by samples x heads: 4 u for each attention."""
+
+    label = "split clips"
+    condition = "full attention over clips"
+
+    @classmethod
+    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        return shape.full
+
+    @classmethod
+    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
+        return (
+            f"full attention over clips is distributed by B*H={shape.num_samples * shape.heads} "
+            "heads of clips; all else by temporal rows"
+        )
+
+    @classmethod
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        return BlockLayouts(CLIP_HEADS, CLIP_HEADS)
+
+
+class Ulysses(SplitAttention):
+    """DeepSpeed-Ulysses (Jacobs et al., 2023) at both attentions: 8 u, and again in recompute.
+
+    A baseline. Heads are distributed, and every rank gets all tokens of its heads. Heads and
+    lengths need not divide.
+    """
+
+    label = option = "ulysses"
+    condition = "a baseline that sends more than 'switch'"
+
+    keeps_received = False
+    window_rows = WINDOW_COLUMNS
+
+    @classmethod
+    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
+        return BlockLayouts("h | b t s", "h | b s t" if grid.windows is None else "h | b w p t")
+
+
+def has_heads(layout: str) -> bool:
+    """True if entries of a layout are single heads of tokens."""
+    return "h" in layout.split()
+
+
+def few_windows(shape: BatchShape, options: Options, ranks: int) -> bool:
+    """True if windows are fewer than ranks, and cost less when split by heads."""
+    if shape.windows is None or shape.num_windows >= ranks:
+        return False
+
+    costs = options.cost_model.few_units(
+        shape,
+        ranks,
+        options.link,
+        unit=max(shape.windows.sizes) * shape.frames,
+        num_units=shape.num_windows,
+        row_layout=SPATIAL_ROWS if ranks <= shape.num_frames else TEMPORAL_ROWS,
+    )
+    return costs.heads_cost_less
+
+
+def few_windows_reason(few: str, ranks: int) -> str:
+    """The reason to split the attention of ``few`` units by heads."""
+    return (
+        f"{few} are fewer than {ranks} ranks: their attention is split by heads as well, which "
+        "costs less"
+    )
+
+
+def _num_units(rows: Rows) -> int:
+    """Samples, rows or windows of a whole batch that attend each by itself."""
+    if rows.grid.full:
+        return rows.grid.num_samples
+    if rows.layout == "spatial" or rows.grid.windows is None:
+        return rows.total
+    return rows.grid.num_samples * len(rows.grid.windows.sizes)
