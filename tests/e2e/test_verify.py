@@ -69,10 +69,8 @@ def test_a_difference_is_reported_with_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     wrong = Verdict(output=1e-12, gradients={"a": 1e-12, "b": 0.5}, all_zero=("c",), tolerance=1e-8)
-    monkeypatch.setattr(
-        "opensora_sp.training.sp_verification.verify_config",
-        lambda *_, **__: ((1, 2, 3, 4), SwitchRows, wrong),
-    )
+    compared = (1, 2, 3, 4), SwitchRows, wrong
+    monkeypatch.setattr(verify, "verify_config", lambda *_, **__: compared)
 
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "2"])
