@@ -155,7 +155,7 @@ def size_conditions(
 
     Args:
         sample_inputs: the names of the numbers that the model takes,
-        ``model_class(...).sample_inputs``.
+            ``model_class(...).sample_inputs``.
         shape: frames, height and width of the video.
         fps: frames per second ``[B]``; the results are on its device.
         latent_frames: frames of the latents.
