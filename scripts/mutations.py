@@ -57,8 +57,8 @@ MUTATIONS = [
     Mutation(
         "a wrong adjoint of the gather",
         "opensora_sp/parallel/collectives.py",
-        "parts.unflatten(0, (len(own), own[0])).sum(0)",
-        "parts.unflatten(0, (len(own), own[0])).mean(0)",
+        "parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0)",
+        "parts.unflatten(0, (len(local_sizes), local_sizes[0])).mean(0)",
         ("tests/distributed/test_sp_parity.py",),
     ),
     Mutation(
@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "the gather's factor in nested groups",
         "opensora_sp/parallel/collectives.py",
-        "parts.unflatten(0, (len(own), own[0])).sum(0)",
-        "parts.unflatten(0, (len(own), own[0])).sum(0) * len(own) / dist.get_world_size()",
+        "parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0)",
+        "parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0) * len(own) / dist.get_world_size()",
         ("tests/distributed/test_nested_groups.py",),
     ),
     Mutation(
