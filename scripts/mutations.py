@@ -128,7 +128,8 @@ MUTATIONS = [
         "the gather's factor in nested groups",
         "opensora_sp/parallel/collectives.py",
         "parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0)",
-        "parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0) * len(own) / dist.get_world_size()",
+        "parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0)"
+        " * len(local_sizes) / dist.get_world_size()",
         ("tests/distributed/test_nested_groups.py",),
     ),
     Mutation(
