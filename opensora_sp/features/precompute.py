@@ -223,7 +223,7 @@ class CacheWriter:
         with_caption: set[int] = set().union(*(shard.texts for shard in shards))
         clips = list(todo)
         parts = [clips[i : i + CLIPS_PER_SHARD] for i in range(0, len(clips), CLIPS_PER_SHARD)]
-        # Shards are dealt out in turn, so that ranks end together.
+        # Shards are distributed in turn, so that ranks end together.
         batches = {}
         for number in range(self.rank, len(parts), self.world):
             batches[number] = self._batches({clip: todo[clip] for clip in parts[number]})

@@ -137,9 +137,9 @@ def start_process_group(
 
     # The names of this store belong to one attempt: ranks that a launcher has started again must
     # not read the addresses of the attempt before.
-    meeting = dist.PrefixStore("process group", store.launch_store)
+    group_store = dist.PrefixStore("process group", store.launch_store)
     dist.init_process_group(
-        backend, store=meeting, rank=store.rank, world_size=store.world_size, timeout=timeout
+        backend, store=group_store, rank=store.rank, world_size=store.world_size, timeout=timeout
     )
     # NCCL connects in its first collective. A barrier would guess the devices of its ranks.
     dist.all_reduce(torch.zeros(1, device=device))

@@ -84,7 +84,7 @@ class SyncCheck:
         if not self.due(step):
             return
         batches, self._batches = self._batches, {}
-        weights = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        weights = self._replicated()
         unlike_masters = self._unlike_masters()
         digests = [digest(tensor) for tensor in weights.values()]
         columns = self._gathered([*digests, *unlike_masters.values()])
@@ -101,6 +101,10 @@ class SyncCheck:
                     f"precision of the training; {_ADVICE}"
                 )
         self._compare_batches(batches, step)
+
+    def _replicated(self) -> dict[str, Tensor]:
+        """The tensors that every rank has whole."""
+        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
 
     def _unlike_masters(self) -> dict[str, Tensor]:
         """By trained weight, whether this rank's part differs from its master weight, ``[]``."""

@@ -101,7 +101,7 @@ class WandbTracker:
     def __init__(self, run_dir: Path, hyperparameters: dict[str, Any]) -> None:
         import wandb
 
-        # An id that is kept lets a resumed run go on in the same curves.
+        # An id that is kept lets a resumed run continue the same curves.
         kept = run_dir / "wandb_id"
         if not kept.is_file():
             FileSystem().write_file(kept, uuid.uuid4().hex.encode())
