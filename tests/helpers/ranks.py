@@ -169,7 +169,7 @@ def become_rank(rank: int, num_ranks: int, **environment: str) -> None:
 
 
 def torchrun_environment(port: int) -> dict[str, str]:
-    """Variables by which ``torchrun`` states the store's address, here at a port of this machine."""
+    """Variables by which ``torchrun`` states the store's address, here a local port."""
     return {
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
