@@ -15,6 +15,7 @@ are.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -236,6 +237,8 @@ def _create(device: str) -> Any:
 
 def join(*, world: int = 1, rank: int = 0) -> None:
     """Become one rank of a world. Groups of CPU tensors get the host's backend (`host_backend`)."""
+    # The flight recorder of torch 2.15 asks for names of groups, which these have not set.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     for name, device in ((DEVICE, "cuda"), (HOST, "cpu")):
         dist.Backend.register_backend(name, _create(device), extended_api=True, devices=[device])
     dist.init_process_group(
