@@ -33,6 +33,7 @@ def _unchanged(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 Degrees: TypeAlias = int | Literal["auto"] | dict[str, int]
 """Ranks that share a micro-batch: of all, chosen for each, or by the name of its bucket."""
+CheckedDegrees: TypeAlias = Annotated[Degrees, BeforeValidator(_unchanged(check_degrees))]
 MaskRatios: TypeAlias = Annotated[dict[str, float], AfterValidator(_unchanged(check_mask_ratios))]
 MaskTypes: TypeAlias = Annotated[dict[str, float], AfterValidator(_unchanged(check_mask_types))]
 
@@ -49,7 +50,7 @@ class TrainConfig(Common):
     ``num_frames``, ``image_size`` and ``batch_size`` describe its largest clips, at 16:9.
     """
 
-    sp_size: Annotated[Degrees, BeforeValidator(_unchanged(check_degrees))] = 1  # type: ignore[assignment]
+    sp_size: CheckedDegrees = 1  # type: ignore[assignment]
     """Ranks that share each batch; 1 is no sequence parallelism. "auto" chooses a degree for each
     micro-batch, {'720p x 102': 4} sets the degree of buckets and chooses the others."""
 
