@@ -103,10 +103,14 @@ def launchers() -> list[psutil.Process | None]:
         return []
 
     ancestors = _ancestors()
+    torchrun = _torchrun(ancestors)
     colossalai: list[psutil.Process | None] = list(filter(_is_colossalai, ancestors))
-    if len(colossalai) == 1:  # the copy
+    above = [process for process in ancestors if process not in torchrun and _runs_python(process)]
+    # Only the copy is left. Since Python 3.14 a server of multiprocessing forks the copy, which
+    # then has that server's command line: a single match is what the user started.
+    if len(colossalai) == 1 and above[:1] == colossalai:
         colossalai.append(None)
-    return [*_torchrun(ancestors), *colossalai[-1:]]
+    return [*torchrun, *colossalai[-1:]]
 
 
 def _torchrun(ancestors: list[psutil.Process]) -> list[psutil.Process | None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -252,3 +253,43 @@ def test_a_rank_in_a_pid_namespace_of_its_own(proc: str) -> None:
         check=True,
     )
     assert found.stdout.strip() == str([] if proc == "new" else [os.getpid()])
+
+
+class Ancestor(NamedTuple):
+    """An ancestor of a rank, by its command."""
+
+    pid: int
+    command: str
+
+    def exe(self) -> str:
+        return self.command.split()[0]
+
+    def cmdline(self) -> list[str]:
+        return self.command.split()
+
+
+TORCHRUN = Ancestor(4, "/usr/bin/python3 /usr/bin/torchrun --nproc_per_node=1")
+SHELL = Ancestor(5, "/bin/bash -c torchrun")
+COPY = Ancestor(6, "/usr/bin/python3 /usr/bin/colossalai run")
+FORKED = Ancestor(6, "/usr/bin/python3 -c from multiprocessing.forkserver import main")
+SERVER = Ancestor(7, "/usr/bin/python3 -c from multiprocessing.forkserver import main")
+COLOSSALAI = Ancestor(8, "/usr/bin/python3 /usr/bin/colossalai run")
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "watched"),
+    [
+        ([TORCHRUN, SHELL], [TORCHRUN]),
+        ([TORCHRUN, SHELL, COPY, COLOSSALAI], [TORCHRUN, COLOSSALAI]),
+        ([TORCHRUN, COPY], [TORCHRUN, None]),
+        ([TORCHRUN, SHELL, FORKED, SERVER, COLOSSALAI], [TORCHRUN, COLOSSALAI]),
+    ],
+    ids=["torchrun alone", "a copy by fork", "the copy is left", "a copy by a fork server"],
+)
+def test_launchers_of_a_tree_of_processes(
+    monkeypatch: pytest.MonkeyPatch, ancestors: list[Ancestor], watched: list[Ancestor | None]
+) -> None:
+    """Python 3.14 starts processes by a server, whose command line its children have."""
+    monkeypatch.setenv(processes.RUN_ID, "1")
+    monkeypatch.setattr(processes, "_ancestors", lambda: ancestors)
+    assert processes.launchers() == watched
