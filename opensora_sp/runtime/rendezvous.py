@@ -129,7 +129,7 @@ def start_process_group(
     device, backend = use_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return device
-    if store is None or store.launch_store is None:
+    if store is None:
         if alone:
             # Its collectives return what they get.
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
