@@ -18,6 +18,7 @@ from opensora_sp.models import attention as module
 from opensora_sp.models import build_model
 from opensora_sp.models.attention_table import (
     HOPPER,
+    INSTALL_FLASH3,
     KERNELS,
     NEEDS,
     OBSTACLES,
@@ -29,6 +30,8 @@ from opensora_sp.models.attention_table import (
 )
 from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.registry import resolve_config
+from opensora_sp.runtime import versions
+from opensora_sp.runtime.doctor import host_report
 
 pytestmark = pytest.mark.core
 BF16 = torch.bfloat16
@@ -288,3 +291,16 @@ def test_versions_are_described() -> None:
     )
     with_flash = replace(BARE, packages=("flash",)).describe()
     assert "no cuDNN, flash-attn " in with_flash and with_flash.endswith("no flash-attn 3")
+
+
+@pytest.mark.parametrize(("capability", "checks"), [((9, 0), 1), ((8, 0), 0)])
+def test_the_doctor_names_the_wheels_of_flash_attn_3_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], checks: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    absent = host_report._faster_attention({"flash-attn-3": versions.ABSENT})
+    assert len(absent) == checks
+    assert all(check.found.endswith(INSTALL_FLASH3) for check in absent)
+    assert host_report._faster_attention({"flash-attn-3": "3.0.0"}) == []
+    assert INSTALL_FLASH3 in (Path(__file__).parents[2] / "docs/install.md").read_text()

@@ -26,7 +26,7 @@ from opensora_sp.runtime.host_checks import (
     interfaces,
     shared_memory,
 )
-from opensora_sp.runtime.versions import PACKAGE, PACKAGES, versions
+from opensora_sp.runtime.versions import ABSENT, PACKAGE, PACKAGES, versions
 
 GB = 1e9
 MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
@@ -113,8 +113,20 @@ def _software(facts: dict[str, str], *, trains: bool) -> list[Check]:
         Check("torch", f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"),
         colossalai,
         Check("packages", ", ".join(f"{name} {facts[name]}" for name in others)),
+        *_faster_attention(facts),
         _torchrun(),
     ]
+
+
+def _faster_attention(facts: dict[str, str]) -> list[Check]:
+    """On Hopper, the command to install FlashAttention-3 where it is absent."""
+    has_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if facts["flash-attn-3"] != ABSENT or not has_hopper:
+        return []
+    # Models are imported for this command alone.
+    from opensora_sp.models.attention_table import INSTALL_FLASH3
+
+    return [Check("flash-attn-3", f"{ABSENT}, not needed, faster on this GPU: {INSTALL_FLASH3}")]
 
 
 def _torchrun() -> Check:
