@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "null frames off by one after the first rank",
-        "opensora_sp/models/conditioning.py",
+        "opensora_sp/models/conditions.py",
         "torch.isin(rows.frames(device), numbers)",
         "torch.isin(rows.frames(device) + min(rows.start, 1), numbers)",
         ("tests/distributed/test_sp_windows.py::test_output_and_every_gradient_equal_one_process",),

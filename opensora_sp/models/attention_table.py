@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 
 import torch
 
-from .kernels.short_rows import HEAD_WIDTHS, LENGTHS
+from .kernels.fused import HEAD_WIDTHS, LENGTHS
 
 LABELS = {
     "spatial": "spatial attention",
@@ -220,6 +220,31 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{KERNELS[self.kernel]} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel for one kind of tensors; ``attention.choose_backend`` resolves a name to it.
+
+    Args:
+        name: a name in ``KERNELS``.
+        processors: multiprocessors of the device. Packed queries are cut into pieces for them.
+        deterministic: gradients of queries are summed without atomics
+            (``torch.use_deterministic_algorithms``).
+    """
+
+    name: str
+    processors: int = 1
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backend of each kind of attention in a batch, or its name."""
+
+    spatial: str | Backend = "auto"
+    temporal: str | Backend = "auto"
+    cross: str | Backend = "auto"
 
 
 def names_by_kind(setting: str | Mapping[str, str]) -> dict[str, str]:

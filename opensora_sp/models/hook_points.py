@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .attention import Backend, attention
 from .functions import take
-from .kernels import Part, chosen
+from .kernels.fused import Part, chosen
 from .packing import Groups
 from .recompute import Recompute
 from .token_layout import SPATIAL, PatchGrid, Rows, unpatchify

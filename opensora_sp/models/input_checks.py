@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .conditioning import Text
-from .config import SharedConfig, STDiT3Config, STDiTConfig
+from .conditions import Text
+from .stdit_config import SharedConfig, STDiT3Config, STDiTConfig
 
 
 def check_inputs(

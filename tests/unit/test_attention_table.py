@@ -28,8 +28,8 @@ from opensora_sp.models.attention_table import (
     choose,
     names_by_kind,
 )
-from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.registry import resolve_config
+from opensora_sp.models.stdit_config import STDiT3Config
 from opensora_sp.runtime import versions
 from opensora_sp.runtime.doctor import host_report
 

@@ -20,8 +20,7 @@ from golden_values import GOLDEN, close, close_table, load, under
 
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.blocks import FinalLayer, STDiT3Block
-from opensora_sp.models.conditioning import Conditioning, Text
-from opensora_sp.models.config import SharedConfig, STDiT3Config
+from opensora_sp.models.conditions import Conditioning, Text
 from opensora_sp.models.layers import (
     CaptionEmbedder,
     CrossAttention,
@@ -37,6 +36,7 @@ from opensora_sp.models.positions import (
     frame_position_embedding,
     position_embedding,
 )
+from opensora_sp.models.stdit_config import SharedConfig, STDiT3Config
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 
 pytestmark = pytest.mark.core
@@ -119,7 +119,7 @@ def conditioned(
     given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
     lengths = [0] * len(t) if lengths is None else lengths  # the final layer attends to no text
     conditioning = Conditioning(modulation, given, Text(text, lengths))
-    return conditioning.temporal(grid.rows(layout)), modulation
+    return conditioning.of(TEMPORAL, grid.rows(layout)), modulation
 
 
 def test_stdit3_block() -> None:

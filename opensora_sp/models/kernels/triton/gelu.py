@@ -35,7 +35,7 @@ IN_PRODUCTS = (torch.float16, torch.bfloat16)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See ``kernels/gelu.py``."""
+    """See ``kernels/fused.py``."""
     if _goes_into_product(x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
         y = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
