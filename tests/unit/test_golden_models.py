@@ -316,6 +316,20 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
     ("change", "message"),
     [
         ({"x": torch.zeros(2, 3, 2, 4, 4)}, r"got x of shape \(2, 3, 2, 4, 4\); expected \[B, 4,"),
+        ({"x": torch.zeros(())}, r"got x of shape \(\); expected \[B, 4,"),
+        (
+            {
+                "x": torch.zeros(0, 4, 3, 4, 4),
+                "timestep": torch.zeros(0),
+                "y": torch.zeros(0, 1, 3, 4),
+            },
+            r"got x of shape \(0, 4, 3, 4, 4\); expected at least one sample",
+        ),
+        ({"x": torch.zeros(2, 4, 0, 4, 4)}, r"got x of shape \(2, 4, 0, 4, 4\); expected at least"),
+        (
+            {"y": torch.zeros(2, 1, 0, 4), "mask": torch.ones(2, 0, dtype=torch.bool)},
+            r"got y of shape \(2, 1, 0, 4\); expected at least one",
+        ),
         ({"y": torch.zeros(2, 1, 3, 5)}, r"expected \[2, 1, L, 4\]"),
         ({"y": torch.zeros(2, 1, 4, 4)}, "at most model_max_length = 3"),
         (
@@ -390,6 +404,7 @@ def test_packed_text_that_does_not_fit_is_refused() -> None:
             torch.tensor([2, 2]),
             r"got 5 packed text tokens and lengths \[2, 2\]",
         ),
+        (torch.zeros(1, 5, 16), torch.tensor([5, 0]), r"lengths \[5, 0\]; expected .* at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(torch.zeros(2, 4, 3, 4, 4), torch.zeros(2), y, lengths)
