@@ -55,11 +55,14 @@ logger = logging.getLogger(__name__)
 TRITON, TORCH = "triton", "torch"
 
 OK = "ok"
-DEVICE = "the device"  # its verdict: whether it still computes after the checks
-Verdicts = dict[str, str]  # by name OK, or why it may not run
+# The name under which ranks agree on whether their devices still compute after the checks.
+DEVICE = "the device"
+# OK or why it may not run, by name.
+Verdicts = dict[str, str]
 Facts = dict[str, Any]
 
-VERIFIED_ELSEWHERE = ("short_rows", "reference")  # as a Triton kernel; the definition
+# The one is verified as a Triton kernel, the other is the definition.
+VERIFIED_ELSEWHERE = ("short_rows", "reference")
 
 
 # --- Triton kernels
@@ -206,10 +209,12 @@ def choose_attention(
         "lengths": lengths,
         "trained": trained,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "platform": Platform.of(device, deterministic=False).describe(),
+        "platform": str(Platform.of(device, deterministic=False)),
+        "packages": [installed("flash-attn"), installed("flash-attn-3")],
     }
 
-    refused: dict[str, str] = {}  # by kernel the reason
+    # Reasons by kernel.
+    refused: dict[str, str] = {}
     while failed := _failed(cases, names, facts | {"refused": sorted(refused)}, device):
         refused |= failed
         set_refused(refused)
@@ -339,7 +344,8 @@ def _local_verdicts(
 def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
     try:
         return check()
-    except Exception as error:  # compilers and drivers may raise anything
+    # Compilers and drivers may raise anything.
+    except Exception as error:
         _check_device(name, device, error)
         return f"it could not be compared: {_first_line(error)}"
 
@@ -349,7 +355,8 @@ def _check_device(name: str, device: torch.device, error: Exception) -> None:
     try:
         torch.zeros(1, device=device).item()
     except torch.cuda.OutOfMemoryError:
-        pass  # a RuntimeError as well, of a device that is full
+        # A RuntimeError as well, of a device that is full.
+        pass
     except RuntimeError:
         raise BrokenDeviceError(
             f"got an error from {name} ({_first_line(error)}), after which the device computes "

@@ -96,7 +96,8 @@ class ConditionedModel(nn.Module):
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
         self.config = config
-        self.grad_checkpoint: bool | int | str | Sequence[int] = False  # what was set
+        # The setting, of which checkpoint levels are made.
+        self.grad_checkpoint: bool | int | str | Sequence[int] = False
         # Runs a part compiled, ``run(part, x, condition, *arguments)``; see compile.py.
         self.run_compiled: Callable[..., Tensor] | None = None
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()

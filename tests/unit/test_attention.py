@@ -265,9 +265,9 @@ def installed(
     name: str, package: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[types.ModuleType]:
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr(
-        Platform, "of", lambda device, deterministic: Platform.with_installed(HOPPER, deterministic)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    of, cuda = Platform.of, torch.device("cuda")
+    monkeypatch.setattr(Platform, "of", lambda device, deterministic: of(cuda, deterministic))
     module._choose.cache_clear()
     yield package
     module._choose.cache_clear()

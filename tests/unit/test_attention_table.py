@@ -285,14 +285,6 @@ def test_a_model_without_temporal_blocks_has_no_kernel_for_them(
     assert len(caplog.messages) == 2 and not any("temporal" in one for one in caplog.messages)
 
 
-def test_versions_are_described() -> None:
-    assert CUDNN.describe() == (
-        f"torch {torch.__version__}, cuDNN 9.15.1, no flash-attn, no flash-attn 3"
-    )
-    with_flash = replace(BARE, packages=("flash",)).describe()
-    assert "no cuDNN, flash-attn " in with_flash and with_flash.endswith("no flash-attn 3")
-
-
 @pytest.mark.parametrize(("capability", "checks"), [((9, 0), 1), ((8, 0), 0)])
 def test_the_doctor_names_the_wheels_of_flash_attn_3_on_hopper(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], checks: int

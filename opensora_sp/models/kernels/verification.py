@@ -39,12 +39,15 @@ NOISE_FLOOR = 1e-3
 
 # Some kernels of attention are wrong only where 128 does not divide a length, or leaves 64.
 ODD_LENGTHS = (405, 704, 1590)
-MAX_LENGTH = 2048  # of examples; more would take the CPU minutes
-MAX_SCORES = 2**21  # numbers in one tensor of the definition: 16 MB in float64
+# Tokens of examples: more would take the CPU minutes.
+MAX_LENGTH = 2048
+# Numbers in one tensor of the definition: 16 MB in float64.
+MAX_SCORES = 2**21
 MANY_ROWS = 300
 # All scores lie near this, so that their exponentials are zero in float32.
 LOW_SCORE = -120.0
-TILE = 128  # Up to one tile of tokens no kernel is chosen for its speed.
+# Up to one tile of tokens no kernel is chosen for its speed.
+TILE = 128
 
 # Tests compile the kernels from here on.
 CAPABILITY = (8, 0)

@@ -24,8 +24,10 @@ from torch import Tensor
 from .operator import opaque_operator
 from .sums import sum_parts
 
-TILE_BYTES = 4096  # of each tensor, that a program holds at a time
-MAX_PARTS = 528  # programs of backward: four for each multiprocessor of an H100
+# Of each tensor, that a program holds at a time.
+TILE_BYTES = 4096
+# Programs of backward: four for each multiprocessor of an H100.
+MAX_PARTS = 528
 
 
 def qk_norm(qkv, q_weight, k_weight, rotation, eps):
