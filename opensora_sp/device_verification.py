@@ -25,11 +25,12 @@ from opensora_sp.common.files import atomic_write, read_json
 from opensora_sp.compile_cache import cache_folder, use_triton_cache
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.attention import Backend, choose_backends, set_refused
+from opensora_sp.models.attention import choose_backends, set_refused
 from opensora_sp.models.attention_table import (
     KERNELS,
     KINDS,
     LABELS,
+    Backend,
     Platform,
     names_by_kind,
 )
@@ -55,8 +56,6 @@ logger = logging.getLogger(__name__)
 TRITON, TORCH = "triton", "torch"
 
 OK = "ok"
-# The name under which ranks agree on whether their devices still compute after the checks.
-DEVICE = "the device"
 # OK or why it may not run, by name.
 Verdicts = dict[str, str]
 Facts = dict[str, Any]
@@ -278,10 +277,6 @@ def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, li
 # --- verdicts: found by checks, kept in a file, agreed by all ranks
 
 
-class BrokenDeviceError(ValueError):
-    """A check left the device unusable, as an illegal access does."""
-
-
 def device_facts(device: torch.device) -> Facts:
     """What the results of compiled code depend on: the source, the device and the compilers."""
     return {
@@ -305,40 +300,18 @@ def verdicts_of(
             is not called.
 
     Raises:
-        ValueError: on every rank, if a check leaves the device of one unusable.
+        ValueError: if a check leaves the device unusable, as an illegal access does.
     """
-    local_verdicts = _local_verdicts(checks, facts, device)
-    try:
-        verdicts = agreed(local_verdicts)
-    except RuntimeError as error:
-        # NCCL gathers on the device itself.
-        if local_verdicts[DEVICE] != OK:
-            raise ValueError(local_verdicts[DEVICE]) from error
-        raise
-
-    if (broken := verdicts.pop(DEVICE)) != OK:
-        raise ValueError(broken)
-    return verdicts
-
-
-def _local_verdicts(
-    checks: Mapping[str, Callable[[], str]], facts: Facts, device: torch.device
-) -> Verdicts:
     passed = read_passed(facts)
-    try:
-        verdicts = {
-            name: OK if name in passed else _verdict(name, check, device)
-            for name, check in checks.items()
-        }
-    except BrokenDeviceError as error:
-        # Other ranks wait for the verdicts of this one.
-        return dict.fromkeys(checks, "not known") | {DEVICE: str(error)}
-
+    verdicts = {
+        name: OK if name in passed else _verdict(name, check, device)
+        for name, check in checks.items()
+    }
     now_passed = {name for name, verdict in verdicts.items() if verdict == OK}
     # Interpreted kernels say nothing about compiled ones.
     if now_passed > passed and not INTERPRETED:
         write_passed(facts, now_passed)
-    return verdicts | {DEVICE: OK}
+    return agreed(verdicts)
 
 
 def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
@@ -351,14 +324,14 @@ def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
 
 
 def _check_device(name: str, device: torch.device, error: Exception) -> None:
-    """Raise BrokenDeviceError if the device computes nothing any more."""
+    """Raise ValueError if the device computes nothing any more; a run's watchdog ends its peers."""
     try:
         torch.zeros(1, device=device).item()
     except torch.cuda.OutOfMemoryError:
         # A RuntimeError as well, of a device that is full.
         pass
     except RuntimeError:
-        raise BrokenDeviceError(
+        raise ValueError(
             f"got an error from {name} ({_first_line(error)}), after which the device computes "
             "nothing; expected code that runs; set kernels='torch', and report it "
             "with the output of opensora-sp doctor"

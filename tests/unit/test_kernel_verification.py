@@ -446,22 +446,6 @@ def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
         device_verification._check_device("gelu", CUDA, RuntimeError("CUDA error"))
 
 
-def test_a_broken_device_is_an_error_after_all_ranks_have_gathered(device, monkeypatch):
-    plant("error")
-
-    def broken(name, *args):
-        raise device_verification.BrokenDeviceError(f"got an error from {name}")
-
-    monkeypatch.setattr(device_verification, "_check_device", broken)
-    gathered = []
-    monkeypatch.setattr(
-        device_verification, "agreed", lambda one: gathered.append(one) or one.copy()
-    )
-    with pytest.raises(ValueError, match="got an error from planted"):
-        choose()
-    assert gathered[0][device_verification.DEVICE] == "got an error from planted"
-
-
 def test_interpreted_kernels_are_not_remembered(device, tmp_path, monkeypatch):
     plant()
     monkeypatch.setattr(device_verification, "INTERPRETED", True)

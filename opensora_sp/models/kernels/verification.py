@@ -20,8 +20,8 @@ from torch import Tensor
 from opensora_sp.compile_cache import has_triton
 
 from .. import attention_table
-from ..attention import Backend, attention
-from ..attention_table import LABELS, Platform, Sequences
+from ..attention import attention
+from ..attention_table import LABELS, Backend, Platform, Sequences
 from ..packing import Lengths
 from . import fused
 from .examples import Example, Sizes, examples_of, normal
