@@ -243,6 +243,7 @@ def _failed(
     backends: dict[str, Backend] = {}
     for case in cases:
         kind = case.sequences.kind
+        assert kind is not None
         backend = getattr(choose_backends(names, {kind: case.sequences}, device), kind)
         if backend.name not in VERIFIED_ELSEWHERE:
             kernel_cases[backend.name].append(case)

@@ -305,7 +305,7 @@ def cases_of(
 
     for kind in ("spatial", "temporal") if config.alternates else ("spatial",):
         for length in _some(lengths[kind]):
-            tokens = (length, length)
+            tokens = (length,) * 2
             yield case(kind, f"{length} tokens", tokens, tokens, packed=False)
         if max(lengths[kind], default=0) > TILE:
             low = case(kind, "low scores", (704, 704), (704, 704), packed=False)
