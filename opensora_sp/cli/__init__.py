@@ -1,6 +1,7 @@
 """The command ``opensora-sp``.
 
-A subcommand is a module with ``parser`` and ``run``, which is imported when it is chosen.
+A subcommand is a module with ``parser`` and ``run``, which is imported when it is chosen. Its name
+is the command's, or says more where the package has a module of that name.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from opensora_sp.runtime.processes import end_with_launchers
 
 
 class Command(NamedTuple):
-    """A subcommand, and an example of it in a folder that ``init`` has written."""
+    """A subcommand, and an example of it in a folder that ``init`` has written.
+
+    Attributes:
+        module: of this package; by default of the command's name.
+    """
 
     help: str
     example: str
+    module: str = ""
 
 
 # The usual path, in its order.
@@ -34,12 +40,14 @@ COMMANDS = {
     "index": Command(
         "probe all videos and images of a folder and write the training manifest",
         "opensora-sp index data/clips -o data/clips.csv",
+        "index_clips",
     ),
     "precompute": Command(
         "encode the clips of a config once into a feature cache, to train from with "
         "CachedFeatures; started again, it resumes",
         "torchrun --nproc_per_node 2 -m opensora_sp.cli precompute configs/demo/first.py "
         "-o cache/first",
+        "precompute_features",
     ),
     "train": Command(
         "train a model from a config; torchrun or colossalai run start it on several processes",
@@ -70,10 +78,12 @@ COMMANDS = {
     "config": Command(
         "check a config and print its resolved values",
         "opensora-sp config configs/demo/first.py --explain",
+        "show_config",
     ),
     "convert": Command(
         "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors",
         "opensora-sp convert outputs/first weights/first --ema",
+        "convert_weights",
     ),
     "doctor": Command(
         "check this host and report what would keep a run from starting; started by torchrun "
@@ -108,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def command_module(name: str) -> Any:
     """The module of a subcommand."""
-    return import_module(f"opensora_sp.cli.{name}")
+    return import_module(f"opensora_sp.cli.{COMMANDS[name].module or name}")
 
 
 def command_line(chosen: str) -> argparse.ArgumentParser:

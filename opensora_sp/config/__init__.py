@@ -3,9 +3,9 @@ data.
 """
 
 from .components import ModelSpec, build_component, split_type
-from .findings import explain
+from .errors import explain
 from .inference_config import InferenceConfig
-from .launch import check_launch, unused_settings
+from .launch_checks import check_launch, unused_settings
 from .load import (
     dump_config,
     load_either,

@@ -39,7 +39,7 @@ from .components import (
     check_options,
     split_type,
 )
-from .findings import raise_together
+from .errors import raise_together
 from .sections import Frames, SequenceParallel, Strict, frame_size
 
 

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from .components import check_overriding_types
+from .config_file import read_config
 from .draft import Draft, Run, dotted, leaves
-from .files import read_config
-from .findings import explain, raise_together
+from .errors import explain, raise_together
 from .inference_config import InferenceConfig
+from .open_sora import check_family, translate
 from .train_config import TrainConfig
-from .translate import check_family, translate
 
 Checked = TypeVar("Checked", bound=BaseModel)
 SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": InferenceConfig}
@@ -78,8 +78,8 @@ def saved_train_config(
         name = str(values.get(key, {}).get("type"))
         if "." in name:
             raise ValueError(
-                f"got {key}.type {name!r} in {source}, which is data and may not name what is "
-                "imported; expected a name without a module; pass the run's own config with "
+                f"got {key}.type {name!r} in {source}, which is data and may not name classes "
+                "to import; expected a name without a module; pass the run's own config with "
                 "--config CONFIG"
             )
 
@@ -136,7 +136,7 @@ def load_draft(
             for key in ("image_size", "aspect_ratio"):
                 draft.pop(key)
         settings = (
-            partial(draft.set, key, value, _flag(key)) for key, value in (values or {}).items()
+            partial(draft.set, key, setting, _flag(key)) for key, setting in (values or {}).items()
         )
         raise_together(*settings)
         check_family(draft)
@@ -146,7 +146,7 @@ def load_draft(
         raise ValueError(f"in {path}:\n  {error}") from None
 
     # An empty dict is an inherited one that was removed with _delete_.
-    draft.values = {key: value for key, value in draft.values.items() if value != {}}
+    draft.values = {key: setting for key, setting in draft.values.items() if setting != {}}
     for note in draft.notes:
         logger.info("%s", note)
     return draft
@@ -154,7 +154,7 @@ def load_draft(
 
 def dump_config(config: BaseModel) -> str:
     """The resolved config as a Python file that loads again to the same values."""
-    lines = [f"{key} = {value!r}" for key, value in config.model_dump().items()]
+    lines = [f"{key} = {setting!r}" for key, setting in config.model_dump().items()]
     return "# The resolved config of a run; it can be run again.\n" + "\n".join(lines) + "\n"
 
 
@@ -169,18 +169,18 @@ DERIVED_FROM = {
 
 def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
     """(key, value, origin) of all values: file and line, option, another key, or the default."""
-    for key, value in leaves(config.model_dump()):
+    for key, setting in leaves(config.model_dump()):
         name, is_set = dotted(key), draft.get(key) is not None
         others = [other for other in DERIVED_FROM.get(name, ()) if other in draft]
 
-        if is_set and value is None:
-            yield name, value, f"used up for image_size, {draft.origin(key)}"
+        if is_set and setting is None:
+            yield name, setting, f"used up for image_size, {draft.origin(key)}"
         elif is_set or (key in draft and not others):
-            yield name, value, draft.origin(key) or ""
+            yield name, setting, draft.origin(key) or ""
         elif others:
-            yield name, value, f"from {others[0]}, {draft.origin(others[0])}"
+            yield name, setting, f"from {others[0]}, {draft.origin(others[0])}"
         else:
-            yield name, value, "default"
+            yield name, setting, "default"
 
 
 def _checked(schema: type[Checked], draft: Draft, path: str | Path) -> Checked:

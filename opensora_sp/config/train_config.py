@@ -16,8 +16,8 @@ from opensora_sp.models.registry import models_for_any_size
 from opensora_sp.parallel.rank_groups import check_degrees
 
 from .common import Common, check_input_size
-from .findings import raise_together
-from .optimizer import Optimizer
+from .errors import raise_together
+from .optimizer_options import Optimizer
 from .sections import Dataset, Lora, Precision, Validation
 
 

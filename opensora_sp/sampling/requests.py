@@ -25,7 +25,8 @@ from opensora_sp.encoders import (
     planned_whole_frames,
 )
 
-from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
+from .prompts import Prompt, parse_prompt, prompt_of_loop
+from .reference_frames import check_insertions
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200

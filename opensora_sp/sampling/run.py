@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import merged, warn_of_other_base
 from opensora_sp.checkpoint.pretrained import fill
-from opensora_sp.common.console import LOGGER, RANK_LOCAL
+from opensora_sp.common.console import LOGGER
 from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import (
@@ -37,7 +36,6 @@ from opensora_sp.config import (
     check_launch,
     unused_settings,
 )
-from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks
@@ -51,8 +49,14 @@ from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
-from .decoding import writer_of
-from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
+from .outputs import (
+    differences,
+    facts_of,
+    fingerprint,
+    media_path,
+    with_digests,
+    write_batch,
+)
 from .pipeline import Pipeline
 from .process_groups import (
     choose_groups,
@@ -220,6 +224,9 @@ def load_model(
         ema: of a file that holds both, load the EMA weights.
         adapters: checked ones, which are merged into the weights.
     """
+    # Once all is checked: verification needs the planner, whose import would delay errors.
+    from opensora_sp.device_verification import choose_attention, choose_kernels
+
     # Nothing is initialised: the checkpoint has all weights.
     with torch.device("meta"):
         model = cfg.model_spec.build()
@@ -335,67 +342,3 @@ def _exists(cfg: InferenceConfig, folder: Path, request: Request, digest: str) -
             "; ".join(differing),
         )
     return differing == []
-
-
-def write_batch(
-    pipeline: Pipeline,
-    batch: list[Request],
-    parts: list[torch.Tensor],
-    mesh: SequenceMesh,
-    folder: Path,
-    digest: str | None,
-    errors: list[str] | None = None,
-) -> list[Path]:
-    """Decode and write the latents of a batch; returns the files of this rank. Collective.
-
-    Args:
-        parts: the result of ``Pipeline.looped``.
-        digest: SHA-256 of the weights; None while they are being trained.
-        errors: takes the errors of videos that cannot be written, which end nothing else; None
-            raises the first error.
-    """
-    outputs = _BatchOutputs(errors)
-    try:
-        for index, request in enumerate(batch):
-            if writer_of(index, mesh) == mesh.sp_rank:
-                facts = facts_of(pipeline.cfg, request, digest)
-                with outputs.writing(index):
-                    outputs[index] = Output(folder, request, facts, pipeline.num_frames(request))
-
-        for index, frames in pipeline.frames(batch, parts, mesh):
-            # The frames of others are decoded too: ranks do that together.
-            if index in outputs:
-                with outputs.writing(index):
-                    outputs[index].add(frames)
-
-        written = []
-        for index in list(outputs):
-            with outputs.writing(index):
-                written.append(outputs[index].finish())
-    except BaseException:
-        for output in outputs.values():
-            output.abort()
-        raise
-
-    for path in written:
-        logger.info("rank %d wrote %s", mesh.rank, path, extra=RANK_LOCAL)
-    return written
-
-
-class _BatchOutputs(dict[int, Output]):
-    """This rank's files of a batch, by the video's index. See ``write_batch`` for ``errors``."""
-
-    def __init__(self, errors: list[str] | None) -> None:
-        self.errors = errors
-
-    @contextmanager
-    def writing(self, index: int) -> Iterator[None]:
-        """Inside, one video is written; where errors are collected, one drops only this video."""
-        try:
-            yield
-        except Exception as error:
-            if self.errors is None:
-                raise
-            self.errors.append(f"{type(error).__name__}: {error}")
-            if index in self:
-                self.pop(index).abort()

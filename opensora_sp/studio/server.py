@@ -19,11 +19,11 @@ from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse,
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opensora_sp.runtime.local_ranks import LocalRanks
-from opensora_sp.sampling.session import serve
 
 from .folders import MEDIA, Folders
 from .jobs import Queue
 from .page import CSS, build
+from .session import serve
 
 # The browser asks no other host.
 POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"

@@ -55,7 +55,7 @@ from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
-from opensora_sp.sampling.conditioning import parse_prompt
+from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_run_dir

@@ -21,10 +21,10 @@ from opensora_sp.models import compile_blocks
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling import outputs, parse, read_prompts, sample
-from opensora_sp.sampling.outputs import Output, fingerprint
+from opensora_sp.sampling.outputs import Output, fingerprint, write_batch
 from opensora_sp.sampling.process_groups import choose_groups
 from opensora_sp.sampling.requests import batches_of, requests_of
-from opensora_sp.sampling.run import build_pipeline, preflight, write_batch
+from opensora_sp.sampling.run import build_pipeline, preflight
 
 TABLE = """prompt,num_frames,resolution,seed,fps,negative_prompt
 a red circle,,,,,

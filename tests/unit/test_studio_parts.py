@@ -42,11 +42,10 @@ from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
-from opensora_sp.sampling import session
-from opensora_sp.sampling.session import Session, serve
-from opensora_sp.studio import UPLOADS, views
+from opensora_sp.studio import UPLOADS, session, views
 from opensora_sp.studio.folders import Folders
 from opensora_sp.studio.jobs import Job, Queue, work_of
+from opensora_sp.studio.session import Session, serve
 from opensora_sp.training.curves import RunRecord, picture
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"

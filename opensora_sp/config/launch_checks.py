@@ -19,7 +19,7 @@ from opensora_sp.parallel import check_sp_size
 from opensora_sp.parallel.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .findings import raise_together
+from .errors import raise_together
 from .inference_config import InferenceConfig
 from .sections import SequenceParallel
 from .train_config import TrainConfig
