@@ -286,7 +286,7 @@ def submitting(folders, queue, build=server.build):
 
 server.build = submitting
 folders = Folders.of([sys.argv[1]], "studio")
-server.run(folders, nproc=2, host="127.0.0.1", port=0, token="a b&c")
+server.run(folders, nproc=2, host="127.0.0.1", port=0, token="a-token-of-ours")
 """
 
 
@@ -302,7 +302,7 @@ def test_a_signal_ends_the_studio_and_its_ranks_while_requests_wait(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().endswith("/?token=a%20b%26c\n")
+            assert process.stdout.readline().endswith("/a-token-of-ours/\n")
             studio = psutil.Process(process.pid)
             wait_until(lambda: len(studio.children()) >= 2, 60)
             children = studio.children()
@@ -312,6 +312,27 @@ def test_a_signal_ends_the_studio_and_its_ranks_while_requests_wait(
             process.kill()
     gone, alive = psutil.wait_procs(children, 30)
     assert alive == [] and len(gone) >= 2
+
+
+def test_the_start_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("gradio")
+    command = [sys.executable, "-m", "opensora_sp.cli", "studio", str(tmp_path), "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    options: dict[str, Any] = dict(cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, **options) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith(b"starting: ")
+            assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("token", ["a b", "short", "a/../b/../c", "{path:path}"])
+def test_a_token_that_is_no_part_of_an_address_is_refused(folders: Folders, token: str) -> None:
+    server = pytest.importorskip("opensora_sp.studio.server")
+    with pytest.raises(ValueError, match="got --token of .*; expected at least 8 letters"):
+        server.run(folders, nproc=1, host="127.0.0.1", port=0, token=token)
 
 
 def test_ranks_end_with_a_signal_before_the_page_is_served(
