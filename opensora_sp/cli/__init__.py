@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from opensora_sp import __version__
 from opensora_sp.common.console import Parser, exit_on_interrupt, log_to_terminal, report_errors
+from opensora_sp.common.importing import nearest
 from opensora_sp.runtime.processes import end_with_launchers
 
 
@@ -111,6 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log_to_terminal()
 
     with report_errors():
+        if name not in COMMANDS and not name.startswith("-"):
+            raise ValueError(
+                f"got the command {name!r}; expected one of {', '.join(COMMANDS)}; "
+                f"{nearest(name, COMMANDS)}"
+            )
         args = command_line(name).parse_args(words)
         args.words = words
         command_module(args.command).run(args)

@@ -40,7 +40,7 @@ from .components import (
     split_type,
 )
 from .errors import raise_together
-from .sections import Frames, SequenceParallel, Strict, frame_size
+from .sections import Frames, Seed, SequenceParallel, Strict, frame_size
 
 
 def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | None:
@@ -164,7 +164,7 @@ class Common(Strict):
     """Speed of devices and links, by which ranks share work: "H100", "H200", "CPU", or a file that
     `opensora-sp plan --calibrate` has written. None is the preset of the device."""
 
-    seed: int = Field(42, ge=0)
+    seed: Seed = 42
     """Seed of all random draws."""
 
     model: Annotated[dict[str, Any], AfterValidator(_checked_model)]

@@ -129,7 +129,7 @@ def check_types(
         ValueError: as of ``check_options``.
     """
     # Pydantic reports all wrong options of a typed dict at once.
-    config = ConfigDict(extra=extra, arbitrary_types_allowed=True)
+    config = ConfigDict(extra=extra, arbitrary_types_allowed=True, allow_inf_nan=False)
     schema = with_config(config)(TypedDict("Options", types))  # type: ignore[operator]
     try:
         checked: dict[str, Any] = TypeAdapter(schema).validate_python(options)

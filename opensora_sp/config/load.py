@@ -26,6 +26,10 @@ from .train_config import TrainConfig
 
 Checked = TypeVar("Checked", bound=BaseModel)
 SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": InferenceConfig}
+KEYS_OF: dict[Run, tuple[str, ...]] = {
+    "train": ("dataset", "data_path", "max_steps", "epochs"),
+    "sample": ("prompts", "prompt", "prompt_path", "ckpt", "num_samples", "num_sample"),
+}
 FLAG = "--cfg-options"
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 UNQUOTED = (
@@ -109,9 +113,7 @@ def load_either(
 ) -> tuple[TrainConfig | InferenceConfig, Draft]:
     """A training config or else a sampling config, by its keys, and the origins of its values."""
     # Open-Sora's keys are among them: the config is not translated yet.
-    draft = read_config(path)
-    trains = any(key in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
-    run: Run = "train" if trains else "sample"
+    run = _run_of(read_config(path)) or "sample"
     draft = load_draft(path, overrides, run=run)
     return _checked(SCHEMAS[run], draft, path), draft  # type: ignore[return-value]
 
@@ -126,8 +128,13 @@ def load_draft(
     """Values of a file and the command line, translated but not validated yet.
 
     Logs a line for each translated key.
+
+    Raises:
+        ValueError: for a config of the other kind of run, and for options and keys that do not fit.
     """
     draft = read_config(path)
+    if _run_of(draft) not in (None, run):
+        raise ValueError(_other_run(draft, path, run))
 
     try:
         apply_options(draft, overrides or [])
@@ -150,6 +157,30 @@ def load_draft(
     for note in draft.notes:
         logger.info("%s", note)
     return draft
+
+
+def _run_of(draft: Draft) -> Run | None:
+    """The kind of a file's config by its keys, ours or Open-Sora's; None where it has none of them.
+
+    Keys of trainings decide: no sampling has them.
+    """
+    for run, keys in KEYS_OF.items():
+        if any(key in draft for key in keys):
+            return run
+    return None
+
+
+def _other_run(draft: Draft, path: str | Path, run: Run) -> str:
+    if run == "sample":
+        written = Path(draft.get("outputs") or draft.get("save_dir") or "RUN", "sample.py")
+        return (
+            f"got {path}, which is a training config; expected a sampling config; take the one "
+            f"that the training writes into its folder, RUN/sample.py: here {written}"
+        )
+    return (
+        f"got {path}, which is a sampling config; expected a training config; take the one of the "
+        "run, RUN/config.py, or opensora-sp sample for this one"
+    )
 
 
 def dump_config(config: BaseModel) -> str:

@@ -17,12 +17,18 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Frames = Annotated[int, BeforeValidator(named_frames)]
 """A number of frames, or its name ("2s", "4x")."""
 
+Fps = Annotated[float, Field(gt=0, le=1000)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
 
 class Strict(BaseModel):
     """Base of all sections; unknown keys are errors."""
 
     model_config = ConfigDict(
-        extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
 
@@ -166,10 +172,10 @@ class PromptOptions(Strict):
     width: int | None = Field(None, ge=1)
     """Width in pixels, with `height`."""
 
-    fps: float | None = Field(None, gt=0)
+    fps: Fps | None = None
     """Frames per second; None is the config's."""
 
-    seed: int | None = Field(None, ge=0)
+    seed: Seed | None = None
     """Seed of its noise, independent of its position; None is the config's."""
 
     reference_path: str | None = None
@@ -244,7 +250,7 @@ class Validation(Strict):
     cfg_scale: float | None = None
     """Scale of classifier-free guidance, 1 is off; None is the scheduler's default."""
 
-    fps: float = Field(24.0, gt=0)
+    fps: Fps = 24.0
     """Frames per second of the videos."""
 
     format: Literal["mp4", "gif"] = "mp4"

@@ -163,6 +163,11 @@ def _request(cfg: InferenceConfig, options: PromptOptions, index: int, sample: i
 
     _check_at_most(MAX_CHARACTERS, len(options.prompt), "characters", "prompt")
     prompt = parse_prompt(options.prompt, either("reference_path"), either("mask_strategy"))
+    if not prompt.text:
+        raise ValueError(
+            f"got the prompt {options.prompt!r}, which has no text; expected some; write what the "
+            "video shows, or leave the prompt out"
+        )
     own_name = f"{prompt.text}-{sample}" if cfg.file_names == "prompt" else None
     _check_at_most(MAX_REFERENCES, len(prompt.references), "references", "prompt")
 
@@ -262,6 +267,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
         for start in starts:
             extra_inputs(cfg, request, start)
         prompt_of_loop(request.prompt.text, cfg.loop - 1)  # raises for malformed prompts
+        _check_even(cfg, request)
         if cfg.loop > 1 and cfg.condition_frame_length >= frames:
             raise ValueError(
                 f"got loop {cfg.loop} with condition_frame_length {cfg.condition_frame_length}; "
@@ -279,6 +285,18 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
             _check_condition(cfg.cond_type, request.prompt)
             continue
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
+
+
+def _check_even(cfg: InferenceConfig, request: Request) -> None:
+    """Raise ValueError for a size that the video's file cannot have."""
+    is_h264 = cfg.format == "mp4" and (request.num_frames > 1 or cfg.loop > 1)
+    if is_h264 and any(side % 2 for side in request.size):
+        even = "x".join(str(side // 2 * 2) for side in request.size)
+        raise ValueError(
+            f"got frames of {request.size[0]}x{request.size[1]} pixels for "
+            f"{request.prompt.text!r}; expected even sides, the only ones of H.264 in mp4; take "
+            f"{even}, or format='gif'"
+        )
 
 
 def latent_frames(cfg: InferenceConfig, request: Request) -> int:

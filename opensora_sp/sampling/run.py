@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 
 logger = logging.getLogger(__name__)
+REPORT_EVERY = 10.0  # seconds between lines of progress where there is no bar
 
 
 def sample(cfg: InferenceConfig) -> list[Path]:
@@ -251,7 +253,6 @@ def load_model(
 def _sample_all(
     cfg: InferenceConfig, requests: list[Request], weights: Path, device: torch.device
 ) -> list[Path]:
-    from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     folder = Path(cfg.outputs)
@@ -279,24 +280,36 @@ def _sample_all(
     pipeline = build_pipeline(cfg, weights, mesh, device, placed=placed)
 
     folder.mkdir(parents=True, exist_ok=True)
-    # With None the bar is shown in terminals only, so that log files have no carriage returns.
-    bar = tqdm(
-        total=len(batches) * cfg.loop * pipeline.flow.num_sampling_steps,
-        desc="sample",
-        unit="step",
-        disable=None if mesh.rank == 0 else True,
-        dynamic_ncols=True,
-    )
-
-    def advance(*_: Any) -> None:
-        bar.update()
-
+    progress = _Progress(len(batches) * cfg.loop * pipeline.flow.num_sampling_steps, mesh.rank)
     written = []
-    with logging_redirect_tqdm([LOGGER]), bar:
+    with logging_redirect_tqdm([LOGGER]), progress.bar:
         for batch in batches:
-            parts = pipeline.looped(batch, on_step=advance)
+            parts = pipeline.looped(batch, on_step=progress.advance)
             written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
+
+
+class _Progress:
+    """Rank 0's sampling steps: a bar on a terminal, else a line of the log at times."""
+
+    def __init__(self, total: int, rank: int) -> None:
+        from tqdm import tqdm
+
+        # With None the bar is shown in terminals only, so that log files have no carriage returns.
+        options: dict[str, Any] = dict(disable=None if rank == 0 else True, dynamic_ncols=True)
+        self.bar = tqdm(total=total, desc="sample", unit="step", **options)
+        self.total, self.done = total, 0
+        self.start = self.reported = time.monotonic()
+
+    def advance(self, *_: Any) -> None:
+        """Report one more step."""
+        self.bar.update()
+        self.done += 1
+        now = time.monotonic()
+        if self.bar.disable and now >= self.reported + REPORT_EVERY:
+            self.reported = now
+            left = (now - self.start) / self.done * (self.total - self.done)
+            logger.info("sampling step %d of %d, %.0f s left", self.done, self.total, left)
 
 
 def _remaining_requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from itertools import chain, product
 from pathlib import Path
@@ -120,6 +121,28 @@ def test_batches_hold_one_shape_and_leave_no_group_without_work(asked: Inference
     assert [len(batch) for batch in batches_of(requests, 4, groups=3)] == [2, 2, 1, 1]
     for batch in batches_of(requests, 4):
         assert len({request.shape for request in batch}) == 1
+
+
+def test_progress_is_logged_where_no_terminal_shows_a_bar(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("opensora_sp.sampling.run.REPORT_EVERY", 0.0)
+    command = [str(trained / "sample.py"), "--ckpt", str(trained), "--num-sampling-steps", "2"]
+    options = ["--outputs", str(tmp_path), "--prompt", "a", "--prompt", "b", "--num-frames", "1"]
+    with caplog.at_level("INFO", "opensora_sp"):
+        sample(parse([*command, *options]))
+    reports = re.findall(r"sampling step (\d) of 4, \d+ s left", caplog.text)
+    assert reports == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("text", ["", " ", '{"mask_strategy": "0"}'])
+def test_a_prompt_without_text_is_refused(text: str, trained: Path) -> None:
+    command = [str(trained / "sample.py"), "--ckpt", str(trained), "--prompt", text]
+    with pytest.raises(ValueError, match="got the prompt .*, which has no text; expected some;"):
+        preflight(parse(command))
 
 
 def test_skip_existing_continues_where_a_run_stopped(

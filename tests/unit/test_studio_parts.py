@@ -125,6 +125,10 @@ def test_requests_are_checked_as_those_of_the_command(trained: Path, folders: Fo
         ({"resolution": "wide"}, "resolution"),
         ({"num_frames": "100000"}, "got clips of 100,000 frames of 28 x 24 pixels"),
         ({"scheduler.cfg_scale": "much"}, "cfg_scale"),
+        ({"scheduler.cfg_scale": "nan"}, "cfg_scale = nan; expected a finite number"),
+        ({"scheduler.num_sampling_steps": "1000000000"}, "at most 100,000 steps"),
+        ({"fps": "nan"}, "fps = .*; expected a finite number"),
+        ({"resolution": "29x24"}, "expected even sides.*; take 28x24, or format='gif'"),
         ({"mask_strategy": "0,9"}, "with 0 references; expected a reference below"),
     ):
         with pytest.raises(ValueError, match=message):
