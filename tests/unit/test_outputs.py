@@ -16,12 +16,13 @@ import pytest
 import torch
 from PIL import Image
 
+from opensora_sp.cli.sample import parse
 from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
 from opensora_sp.data import read_frames
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.sampling import outputs, parse, read_prompts, sample
+from opensora_sp.sampling import outputs, read_prompts, sample
 from opensora_sp.sampling.outputs import Output, fingerprint, write_batch
 from opensora_sp.sampling.process_groups import choose_groups
 from opensora_sp.sampling.requests import batches_of, requests_of
