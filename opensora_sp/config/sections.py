@@ -166,12 +166,6 @@ class PromptOptions(Strict):
     aspect_ratio: str | None = None
     """HEIGHT:WIDTH such as 9:16, with a named resolution."""
 
-    height: int | None = Field(None, ge=1)
-    """Height in pixels, with `width`, instead of `resolution`."""
-
-    width: int | None = Field(None, ge=1)
-    """Width in pixels, with `height`."""
-
     fps: Fps | None = None
     """Frames per second; None is the config's."""
 
@@ -188,15 +182,7 @@ class PromptOptions(Strict):
     """Files of the further inputs of a derived model, by name, or `actions=a.npy;map=b.npy`."""
 
     @model_validator(mode="after")
-    def _one_size(self) -> PromptOptions:
-        pixels = (self.height is None, self.width is None)
-        if pixels[0] != pixels[1] or (self.resolution is not None and not all(pixels)):
-            raise ValueError(
-                f"got height {self.height}, width {self.width} and resolution {self.resolution!r} "
-                f"for {self.prompt!r}; expected height and width, or resolution, or none of them; "
-                "give one size"
-            )
-
+    def _size_is_known(self) -> PromptOptions:
         if self.aspect_ratio is not None and self.resolution is None:
             raise ValueError(
                 f"got aspect_ratio {self.aspect_ratio!r} without resolution for {self.prompt!r}; "
@@ -210,8 +196,6 @@ class PromptOptions(Strict):
     @property
     def size(self) -> tuple[int, int] | None:
         """Height and width in pixels; None if the prompt has no size."""
-        if self.height is not None and self.width is not None:
-            return self.height, self.width
         return None if self.resolution is None else frame_size(self.resolution, self.aspect_ratio)
 
 

@@ -18,6 +18,7 @@ from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
 from opensora_sp.data.captions import score_words, with_sentences
 from opensora_sp.data.randomness import normal
+from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import (
     planned_decoded_frames,
@@ -290,7 +291,9 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 def _check_even(cfg: InferenceConfig, request: Request) -> None:
     """Raise ValueError for a size that the video's file cannot have."""
     is_h264 = cfg.format == "mp4" and (request.num_frames > 1 or cfg.loop > 1)
-    if is_h264 and any(side % 2 for side in request.size):
+    # Some of Open-Sora's named sizes are odd, and lose a line there as well.
+    is_named = any(request.size in sizes.values() for sizes in SIZES.values())
+    if is_h264 and not is_named and any(side % 2 for side in request.size):
         even = "x".join(str(side // 2 * 2) for side in request.size)
         raise ValueError(
             f"got frames of {request.size[0]}x{request.size[1]} pixels for "

@@ -491,7 +491,7 @@ def prompts(attack: Attack) -> Reader:
         "\0\x1b[2J",
     ]
     if random.random() < 0.5:
-        head = "prompt,num_frames,seed,fps,height,width,reference_path,mask_strategy\n"
+        head = "prompt,num_frames,seed,fps,resolution,aspect_ratio,reference_path,mask_strategy\n"
         cells = [str(attack.poison)[:500] for _ in range(5)]
         text = head + "a cat," + ",".join(cells) + f",{own['reference_path']},0\n"
         path = place(attack, "prompts.csv", text.encode(errors="replace"))

@@ -135,8 +135,19 @@ def test_progress_is_logged_where_no_terminal_shows_a_bar(
     options = ["--outputs", str(tmp_path), "--prompt", "a", "--prompt", "b", "--num-frames", "1"]
     with caplog.at_level("INFO", "opensora_sp"):
         sample(parse([*command, *options]))
-    reports = re.findall(r"sampling step (\d) of 4, \d+ s left", caplog.text)
-    assert reports == ["1", "2", "3", "4"]
+    reports = re.findall(r"sampling step (\d) of 2, \d+ s left", caplog.text)
+    assert reports == ["1", "2"]
+
+
+def test_an_odd_size_is_refused_where_the_file_would_have_another(trained: Path) -> None:
+    command = [str(trained / "sample.py"), "--ckpt", str(trained), "--prompt", "a"]
+    with pytest.raises(ValueError, match="got frames of 65x65 .*; expected even sides.*64x64"):
+        preflight(parse([*command, "--resolution", "65x65"]))
+
+    named = ["--resolution", "144p", "--aspect-ratio", "9:21"]
+    for options in (["--gif"], ["--num-frames", "1"], named):
+        size = [] if options == named else ["--resolution", "65x65"]
+        assert preflight(parse([*command, *size, *options]))[0]
 
 
 @pytest.mark.parametrize("text", ["", " ", '{"mask_strategy": "0"}'])
@@ -317,7 +328,7 @@ def test_bad_rows_of_prompt_files_are_refused_by_line(trained: Path, tmp_path: P
             "got aspect_ratio '9:15' with resolution '240p'",
         ),
         ("prompt,aspect_ratio\na,9:16\n", "without resolution for 'a'"),
-        ("prompt,height\na,16\n", "expected height and width, or resolution"),
+        ("prompt,height\na,16\n", "unknown key 'height'; expected a known one"),
         ("prompt,seed\na,1,2\n", "got more cells than columns"),
     ]:
         (tmp_path / "bad.csv").write_text(row)
@@ -325,7 +336,7 @@ def test_bad_rows_of_prompt_files_are_refused_by_line(trained: Path, tmp_path: P
             read_prompts(tmp_path / "bad.csv")
 
     (tmp_path / "good.csv").write_text(
-        "text,num_frames,resolution,aspect_ratio,width,height\na,2s,240p,9:16,,\nb,,,,8,4\n"
+        "text,num_frames,resolution,aspect_ratio\na,2s,240p,9:16\nb,,4x8,\n"
     )
     wide, small = read_prompts(tmp_path / "good.csv")
 
