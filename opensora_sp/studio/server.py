@@ -50,7 +50,7 @@ class Guard:
 
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        headers, given = HTTPConnection(scope).headers, scope["path"].split("/")[1]
+        headers, given = HTTPConnection(scope).headers, scope["path"][1:].partition("/")[0]
         origin = headers.get("origin")
         is_own = origin is None or urlsplit(origin).netloc == headers.get("host")
         if is_own and secrets.compare_digest(given.encode(), self.token.encode()):
