@@ -127,7 +127,7 @@ def table(fit: Fit, cfg: TrainConfig) -> str:
     notes = [GB_PEAK]
     if fit.communicators:
         notes.append(
-            f"Communicators of groups other than the largest take {fit.communicators / 1e9:.3g} GB "
+            f"Communicators of groups beside the largest one take {fit.communicators / 1e9:.3g} GB "
             "of the bound."
         )
     uneven = [fitted for fitted in fit.batches if not fitted.is_balanced]

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -41,6 +41,9 @@ from .components import (
 )
 from .errors import raise_together
 from .sections import Frames, Seed, SequenceParallel, Strict, frame_size
+
+Unused: TypeAlias = tuple[tuple[str, ...], str]
+"""Keys of which none has an effect, and why."""
 
 
 def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | None:
@@ -260,6 +263,10 @@ class Common(Strict):
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
+
+    def unused(self) -> Iterator[Unused]:
+        """Keys that have no effect with the other keys' values, and why."""
+        return iter(())
 
     def parallel_options(self, cost_model: CostModel) -> Options:
         """The options of ``sequence_parallel``, with the rates that choices depend on."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import (
     InferenceConfig,
-    TrainConfig,
     build_component,
     check_launch,
     unused_settings,
@@ -68,6 +67,9 @@ from .process_groups import (
 )
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
+
+if TYPE_CHECKING:
+    from opensora_sp.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 REPORT_EVERY = 10.0  # seconds between lines of progress where there is no bar
