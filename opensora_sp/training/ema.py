@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opensora_sp.config.schedule import ema_decay
+from opensora_sp.config.learning_rate import ema_decay
 
 
 class ShardedEma:

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from opensora_sp.common.tensors import ToHost
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.schedule import learning_rate
+from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data.loader import LoadedBatch, StepBatches
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.features.batch import Batch, BatchMaker, DrawConfig

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.schedule import learning_rate
+from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import Assigned, MicroBatch, ScheduledBatches, StepLoader
 from opensora_sp.data.sampler import RankBatches, snake_order
 from opensora_sp.data.schedule import Seconds

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
 from opensora_sp.config import TrainConfig, dump_config, unused_settings
-from opensora_sp.config.schedule import describe_schedule
+from opensora_sp.config.learning_rate import describe_schedule
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import BatchPlan, Manifest
 from opensora_sp.encoders import planned_latent_size

@@ -25,7 +25,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import Base, adapter_files, base_digest
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.optimizer import Optimizer
+from opensora_sp.config.optimizer_options import Optimizer
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.lora import add_lora, base_names, lora_layers
 from opensora_sp.models.name_patterns import chosen, matches

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.schedule import learning_rate
+from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import StepLoader
 from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
 from opensora_sp.features.batch import BatchMaker, DrawConfig

@@ -32,9 +32,9 @@ from opensora_sp.features.build import make_encoders
 from opensora_sp.features.sources import DegradedClips, Encoders, Source
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import within_nodes
+from opensora_sp.sampling.outputs import write_batch
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
-from opensora_sp.sampling.run import write_batch
 
 from .checkpointing import TrainingState
 from .ema import ShardedEma

@@ -55,7 +55,7 @@ from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
-from opensora_sp.sampling.conditioning import parse_prompt
+from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_run_dir
@@ -491,7 +491,7 @@ def prompts(attack: Attack) -> Reader:
         "\0\x1b[2J",
     ]
     if random.random() < 0.5:
-        head = "prompt,num_frames,seed,fps,height,width,reference_path,mask_strategy\n"
+        head = "prompt,num_frames,seed,fps,resolution,aspect_ratio,reference_path,mask_strategy\n"
         cells = [str(attack.poison)[:500] for _ in range(5)]
         text = head + "a cat," + ",".join(cells) + f",{own['reference_path']},0\n"
         path = place(attack, "prompts.csv", text.encode(errors="replace"))

@@ -33,7 +33,7 @@ from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.encoders.convert import fetched
 from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
 from opensora_sp.integrations.diffusers import OpenSoraPipeline
-from opensora_sp.integrations.diffusers.folder import _within
+from opensora_sp.integrations.diffusers.pipeline_folder import _within
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.sampling.run import preflight, resolved_sources

@@ -33,8 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from opensora_sp.config import dump_config, load_either, load_inference_config, load_train_config
 from opensora_sp.config.draft import Draft
-from opensora_sp.config.legacy import RULES, Rule
-from opensora_sp.config.translate import translate
+from opensora_sp.config.open_sora import RULES, Rule, translate
 from opensora_sp.data import Entry, Manifest, write_manifest
 from opensora_sp.models import build_model
 
@@ -287,7 +286,7 @@ def test_what_becomes_of_each_key(old: str, value: Any, rest: dict, expected: di
 def test_keys_that_are_kept_are_known(tmp_path: Path) -> None:
     """``KEPT`` and the rules cover every key of the configs above; kept keys are keys of ours."""
     from opensora_sp.config import InferenceConfig, TrainConfig
-    from opensora_sp.config.files import read_config
+    from opensora_sp.config.config_file import read_config
 
     configs = dict(v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, sample=SAMPLING, i2v=SAMPLING_1_3)
     configs |= dict(adapt=V1_3_ADAPT, evaluation=V1_3_EVAL)

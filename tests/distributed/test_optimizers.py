@@ -15,7 +15,7 @@ from runs import write_training
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from opensora_sp.config.optimizer import STATES, Optimizer
+from opensora_sp.config.optimizer_options import STATES, Optimizer
 from opensora_sp.planner.memory import ModelSizes, Persistent, Zero
 from opensora_sp.training.trainable import make_optimizer
 

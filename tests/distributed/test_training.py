@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.config.schedule import learning_rate
+from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.run_lock import RunLock
 from opensora_sp.training.preflight import preflight

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opensora_sp.config import load_train_config
-from opensora_sp.config.launch import check_launch
+from opensora_sp.config.launch_checks import check_launch
 from opensora_sp.planner import plan
 from opensora_sp.planner.communicators import BYTES_OF_PEER, communicators
 

@@ -22,6 +22,7 @@ from PIL import Image
 from runs import ROOT
 
 from opensora_sp.checkpoint.folder import resolve_inside
+from opensora_sp.cli.sample import parse
 from opensora_sp.common.files import parse_json
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import (
@@ -39,7 +40,7 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.index import check_captions, read_captions
 from opensora_sp.data.video import count_frames, probe
-from opensora_sp.sampling import parse, prompts, read_prompts
+from opensora_sp.sampling import prompts, read_prompts
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.sampling.run import preflight
 from opensora_sp.training.preflight import check_run_dir

@@ -32,8 +32,7 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import latent_frames
 
-from .folder import ENCODERS, PARTS, PipelineFolder, write_pipeline
-from .sampler import (
+from .image_sampler import (
     OUTPUT_TYPES,
     GeneratedRequest,
     Hooked,
@@ -44,6 +43,7 @@ from .sampler import (
     one_each,
     texts_of,
 )
+from .pipeline_folder import ENCODERS, PARTS, PipelineFolder, write_pipeline
 from .scheduler import OpenSoraScheduler
 from .unsupported import advice_for, check_arguments
 

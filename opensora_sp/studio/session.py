@@ -26,12 +26,11 @@ from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
-
-from .outputs import with_digests
-from .pipeline import Pipeline
-from .process_groups import choose_groups, free_memory, place_encoders
-from .requests import Request
-from .run import build_pipeline, verified_digest, write_batch
+from opensora_sp.sampling.outputs import with_digests, write_batch
+from opensora_sp.sampling.pipeline import Pipeline
+from opensora_sp.sampling.process_groups import choose_groups, free_memory, place_encoders
+from opensora_sp.sampling.requests import Request
+from opensora_sp.sampling.run import build_pipeline, verified_digest
 
 logger = logging.getLogger(__name__)
 # Previews take at most about this part of the time, and have at most so many pixels a side.

@@ -23,7 +23,7 @@ from opensora_sp.common.files import MAX_BYTES, or_shipped, read_small_file
 from opensora_sp.common.importing import nearest
 
 from .draft import DELETE, Draft, Key, dotted, leaves
-from .findings import raise_together
+from .errors import raise_together
 
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")
@@ -249,24 +249,24 @@ class SetLines(ast.NodeVisitor):
         elif isinstance(node, ast.Call):
             self._update(node)
 
-    def _assign(self, target: ast.expr, value: ast.expr | None, line: int) -> None:
+    def _assign(self, target: ast.expr, expression: ast.expr | None, line: int) -> None:
         for key in _keys(target):
-            self._set(key, value, line)
+            self._set(key, expression, line)
 
     def _update(self, call: ast.Call) -> None:
         """``model.update(depth=4)``."""
         if isinstance(call.func, ast.Attribute) and call.func.attr == "update":
-            for part, value in _keywords(call).items():
-                self._assign(ast.Attribute(call.func.value, part), value, value.lineno)
+            for part, expression in _keywords(call).items():
+                self._assign(ast.Attribute(call.func.value, part), expression, expression.lineno)
 
-    def _set(self, key: Key, value: ast.expr | None, line: int) -> None:
+    def _set(self, key: Key, expression: ast.expr | None, line: int) -> None:
         # An assignment replaces what statements before it have set below the key.
         for known in [known for known in self.lines if known[: len(key)] == key]:
             del self.lines[known]
             self.replacing.discard(known)
 
         self.lines[key] = line
-        entries = _entries(value)
+        entries = _entries(expression)
         if entries is None or DELETE in entries:
             self.replacing.add(key)
 
@@ -288,13 +288,17 @@ def _keys(target: ast.expr) -> list[Key]:
     return []
 
 
-def _entries(value: ast.expr | None) -> dict[Any, ast.expr] | None:
+def _entries(literal: ast.expr | None) -> dict[Any, ast.expr] | None:
     """The entries of a dict literal; None for any other value."""
-    if isinstance(value, ast.Dict):
-        pairs = zip(value.keys, value.values)
+    if isinstance(literal, ast.Dict):
+        pairs = zip(literal.keys, literal.values)
         return {key.value: inner for key, inner in pairs if isinstance(key, ast.Constant)}
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict":
-        return _keywords(value)
+    if (
+        isinstance(literal, ast.Call)
+        and isinstance(literal.func, ast.Name)
+        and literal.func.id == "dict"
+    ):
+        return _keywords(literal)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Conditioning frames of references, prompts that change between loops, and their notation.
+"""Conditioning frames of references, and the notation of their places in a video.
 
 The notation is from Open-Sora 1.2: insertions separated by ``;``, each up to six numbers
 separated by ``,``
@@ -14,15 +14,12 @@ Legend: c latent channels, f latent frames, h x w latent size.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from opensora_sp.common.files import parse_json
 from opensora_sp.diffusion import ConditioningFrames
 
 
@@ -215,83 +212,3 @@ def frames_of_kind(
     frames[:, num_frames - tail.shape[1] :] = tail
     index = [*range(head.shape[1]), *range(num_frames - tail.shape[1], num_frames)]
     return ConditioningFrames(frames[None], index)
-
-
-def prompt_of_loop(prompt: str, loop: int) -> str:
-    """The text of one loop: ``"|0|a cat|2|a dog"`` is a cat from loop 0 on, a dog from loop 2 on.
-
-    Prompts without ``|`` at the start hold for all loops.
-
-    Raises:
-        ValueError: if a number is missing or none is 0.
-    """
-    if not prompt.startswith("|"):
-        return prompt
-    parts = prompt[1:].split("|")
-    numbers, texts = parts[0::2], parts[1::2]
-    are_numbers = all(re.fullmatch(r"\s*\d+\s*", number) for number in numbers)
-    if len(numbers) != len(texts) or not are_numbers or int(numbers[0]) != 0:
-        raise ValueError(
-            f"got prompt {prompt!r}; expected '|0|first|2|from loop 2 on', numbers and texts in "
-            "turn from 0 on; correct it, or start it with another sign than |"
-        )
-    begun = [text for number, text in zip(numbers, texts, strict=True) if int(number) <= loop]
-    return begun[-1]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A caption and the conditioning of its video.
-
-    Attributes:
-        text: the caption, possibly one for each loop (``prompt_of_loop``).
-        reference_path: files, separated by ``;``.
-        mask_strategy: where their frames are placed (``parse_mask_strategy``). By default the first
-            frame of the first file is the first frame of the video.
-    """
-
-    text: str
-    reference_path: str | None = None
-    mask_strategy: str | None = None
-
-    @property
-    def references(self) -> list[Path]:
-        parts = (self.reference_path or "").split(";")
-        return [Path(part.strip()) for part in parts if part.strip()]
-
-    @property
-    def insertions(self) -> list[Insertion]:
-        default = "0" if self.references else ""
-        return parse_mask_strategy(default if self.mask_strategy is None else self.mask_strategy)
-
-
-def parse_prompt(
-    text: str, reference_path: str | None = None, mask_strategy: str | None = None
-) -> Prompt:
-    """Parse ``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'``, as in Open-Sora 1.2.
-
-    Args:
-        reference_path, mask_strategy: defaults for prompts without them.
-
-    Raises:
-        ValueError: if the braces are not a JSON object of these two keys.
-    """
-    caption, brace, rest = text.partition("{")
-    options: dict[str, str | None] = {
-        "reference_path": reference_path,
-        "mask_strategy": mask_strategy,
-    }
-
-    if brace:
-        try:
-            given = parse_json(brace + rest, "the prompt")
-            if set(given) - set(options) or not all(isinstance(v, str) for v in given.values()):
-                raise ValueError
-            options |= given
-        except ValueError:
-            raise ValueError(
-                f"got prompt {text!r}; expected text, then at most a JSON object with the texts "
-                "reference_path and mask_strategy; correct what stands in braces"
-            ) from None
-
-    return Prompt(caption.strip(), **options)

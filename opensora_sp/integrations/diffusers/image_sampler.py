@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from opensora_sp.data import to_clip
 from opensora_sp.models import Text
-from opensora_sp.sampling.conditioning import Insertion, Prompt
 from opensora_sp.sampling.pipeline import Pipeline, PlacedReferences
+from opensora_sp.sampling.prompts import Prompt
+from opensora_sp.sampling.reference_frames import Insertion
 from opensora_sp.sampling.requests import Request
 
 logger = logging.getLogger(__name__)

@@ -50,17 +50,6 @@ STATES = {
     "Adagrad": State(("sum",)),
     "Adadelta": State(("square_avg", "acc_delta")),
 }
-REFUSED = {
-    "Adafactor": "keeps second moments of the rows and columns of a matrix",
-    "CAME": "keeps second moments of the rows and columns of a matrix",
-    "LBFGS": "evaluates the loss several times in a step, and needs products of whole gradients",
-    "Lamb": "scales the update of each parameter by its norm",
-    "Lars": "scales the update of each parameter by its norm",
-    "Muon": "orthogonalizes the update of each matrix",
-    "SparseAdam": "takes sparse gradients, which no layer here has",
-}
-"""Optimizers that are not elementwise, or need other gradients -> the reason."""
-
 # Declared by ``Optimizer``, or of how torch computes a step, which the plugin decides.
 NOT_OPTIONS = {
     *("self", "params", "lr", "weight_decay"),
@@ -129,15 +118,12 @@ def _check_name(name: Any) -> None:
     name = str(name)
     if name in STATES:
         return
-    if name in REFUSED:
-        raise ValueError(
-            f"got optimizer.type {name!r}, which {REFUSED[name]}; expected an elementwise "
-            "optimizer: ZeRO gives each rank a flat range of a parameter's numbers; take one of "
-            f"{list(STATES)}"
-        )
     same = [known for known in STATES if known.lower() == name.lower()]
     advice = nearest(name, same or STATES)
-    raise ValueError(f"got optimizer.type {name!r}; expected one of {list(STATES)}; {advice}")
+    raise ValueError(
+        f"got optimizer.type {name!r}; expected an elementwise optimizer, since ZeRO gives each "
+        f"rank a flat range of a parameter's numbers: {list(STATES)}; {advice}"
+    )
 
 
 def _defaults(name: str) -> dict[str, Any]:

@@ -50,8 +50,7 @@ def parser() -> argparse.ArgumentParser:
     model = "class or preset of the model, for weights without config.json"
     add("--model", metavar="NAME", help=model)
     options = (
-        "settings of the model that replace those of config.json or the preset, for example "
-        "qk_norm=True"
+        "settings of the model, in place of config.json's or the preset's, for example qk_norm=True"
     )
     add("--options", nargs="+", default=[], metavar="KEY=VALUE", help=options)
     add_allow_pickle(parser)
@@ -203,7 +202,7 @@ def _check_same_model(model: ConditionedModel, spec: ModelSpec) -> None:
 
 
 def _model_options(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Settings that replace those of the model, and the conversions.
+    """Settings in place of the model's, and the conversions.
 
     Raises:
         ValueError: if a setting is none of the model's.

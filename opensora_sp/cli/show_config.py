@@ -24,6 +24,6 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.write(dump_config(cfg))
         return
 
-    lines = [(f"{key} = {value!r}", source) for key, value, source in sources(cfg, draft)]
+    lines = [(f"{key} = {setting!r}", source) for key, setting, source in sources(cfg, draft)]
     width = min(60, max(len(line) for line, _ in lines))
     sys.stdout.write("".join(f"{line:<{width}}  # {source}\n" for line, source in lines))

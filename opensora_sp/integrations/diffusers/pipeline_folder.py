@@ -124,8 +124,7 @@ def write_pipeline(
     scheduler: OpenSoraScheduler,
     allow_pickle: bool = False,
     max_shard_size: int | str = "5GB",
-    license: str | None = None,
-    base_model: str | None = None,
+    **card: str | None,
 ) -> None:
     """Write a pipeline's folder. Encoders are copied as they are stored, and not loaded.
 
@@ -136,7 +135,7 @@ def write_pipeline(
             name of the weights to copy.
         allow_pickle: also read pickled weights of encoders.
         max_shard_size: of a file, in bytes or as "5GB".
-        license, base_model: of the model's card, see ``save_pretrained``.
+        card: ``license`` and ``base_model`` of the model's card, see ``save_pretrained``.
 
     Raises:
         ValueError: if the folder holds something, or an encoder cannot be read.
@@ -149,13 +148,7 @@ def write_pipeline(
         "scheduler": [type(scheduler).__module__, type(scheduler).__name__],
     }
     with new_folder(Path(path)) as folder:
-        save_pretrained(
-            model,
-            folder / "transformer",
-            max_shard_size=max_shard_size,
-            license=license,
-            base_model=base_model,
-        )
+        save_pretrained(model, folder / "transformer", max_shard_size=max_shard_size, **card)
         scheduler.save_pretrained(folder / "scheduler")
         for key, config in configs.items():
             cls = ENCODERS[key].get(config["type"])

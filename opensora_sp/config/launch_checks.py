@@ -7,9 +7,8 @@ Settings that do not fit are errors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,19 +18,17 @@ from opensora_sp.parallel import check_sp_size
 from opensora_sp.parallel.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .findings import raise_together
-from .inference_config import InferenceConfig
+from .errors import raise_together
 from .sections import SequenceParallel
-from .train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from .inference_config import InferenceConfig
+    from .train_config import TrainConfig
 
 # ``parallelize`` itself reports ``verify``, which programs set as well.
 OF_SHARED_BATCHES = tuple(
     f"sequence_parallel.{name}" for name in SequenceParallel.model_fields if name != "verify"
 )
-OF_RECOMPUTATION = ("sequence_parallel.recompute_communication",)
-OF_BACKWARD = (*OF_RECOMPUTATION, "sequence_parallel.overlap_backward")
-VIDEO_KEYS = ("negative_prompt", "num_samples", "num_sampling_steps", "cfg_scale", "fps", "format")
-OF_VALIDATION_VIDEOS = tuple(f"validation.{name}" for name in VIDEO_KEYS)
 
 
 def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
@@ -78,16 +75,14 @@ def _check_precision(precision: str) -> None:
 
 
 def _check_optimizer(cfg: TrainConfig | InferenceConfig) -> None:
-    is_fused = isinstance(cfg, TrainConfig) and cfg.optimizer.type == "HybridAdam"
+    # Of trainings alone.
+    optimizer = getattr(cfg, "optimizer", None)
+    is_fused = optimizer is not None and optimizer.type == "HybridAdam"
     if is_fused and not torch.cuda.is_available():
         raise ValueError(
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where "
             "HybridAdam's kernels do not build; change optimizer.type"
         )
-
-
-# Keys of which none has an effect, and why.
-Unused: TypeAlias = tuple[tuple[str, ...], str]
 
 
 def unused_settings(cfg: TrainConfig | InferenceConfig, ranks: int) -> list[str]:
@@ -98,7 +93,7 @@ def unused_settings(cfg: TrainConfig | InferenceConfig, ranks: int) -> list[str]
     Args:
         ranks: the most that share a batch.
     """
-    rules = [*_of_training(cfg)] if isinstance(cfg, TrainConfig) else [*_of_sampling(cfg)]
+    rules = [*cfg.unused()]
     if ranks == 1:
         rules.insert(0, (OF_SHARED_BATCHES, "no ranks share a batch"))
 
@@ -109,48 +104,6 @@ def unused_settings(cfg: TrainConfig | InferenceConfig, ranks: int) -> list[str]
             if key not in lines and _is_set(cfg, key):
                 lines[key] = f"{key}={_value(cfg, key)!r} has no effect: {reason}"
     return list(lines.values())
-
-
-def _of_training(cfg: TrainConfig) -> Iterator[Unused]:
-    if not cfg.grad_checkpoint:
-        yield OF_RECOMPUTATION, "nothing is recomputed (grad_checkpoint=False)"
-    if cfg.bucket_config is None:
-        yield ("batch_order",), "without bucket_config all micro-batches are alike"
-    if cfg.accumulates_locally:
-        reason = "ranks sum their gradients locally, and keep their shards at both stages"
-        yield ("zero_stage",), reason
-    if cfg.keep_last is None:
-        yield ("keep_every",), "keep_last is None, so all checkpoints are kept"
-    if not cfg.noise_augmentation:
-        yield ("noise_prob", "noise_strength"), "noise_augmentation is False"
-    if cfg.load is None:
-        yield ("convert",), "load is None, so there are no weights to convert"
-
-    validation = cfg.validation
-    if validation is None:
-        return
-    if not validation.prompts:
-        yield OF_VALIDATION_VIDEOS, "validation has no prompts"
-    if validation.cfg_scale == 1:
-        yield ("validation.negative_prompt",), "cfg_scale is 1, which is no guidance"
-    if validation.manifest is None:
-        yield ("validation.bins",), "validation has no manifest of held-out clips"
-
-
-def _of_sampling(cfg: InferenceConfig) -> Iterator[Unused]:
-    yield OF_BACKWARD, "sampling has no backward pass"
-    if cfg.prompts:
-        yield ("prompt_path",), "there are prompts, which take its place"
-    if cfg.aes is None and cfg.flow is None:
-        yield ("score_style",), "aes and flow are None"
-    if cfg.cond_type is None and cfg.scheduler.get("cfg_scale") == 1:
-        yield ("negative_prompt",), "scheduler.cfg_scale is 1, which is no guidance"
-
-    if cfg.cond_type is not None:
-        yield ("condition_frame_edit",), "cond_type gives conditioning frames as they are"
-    elif cfg.loop == 1:
-        keys = ("condition_frame_length", "condition_frame_edit")
-        yield keys, "loop is 1, so no part continues another"
 
 
 def _value(cfg: Any, key: str) -> Any:
