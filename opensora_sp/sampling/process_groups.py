@@ -28,7 +28,7 @@ from opensora_sp.parallel.cost_model import H100, CostModel
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.planner.batches import BatchSpec
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.planner.sampling_memory import FREE_SHARE
+from opensora_sp.planner.sampling_memory import FREE_SHARE, placed
 from opensora_sp.planner.seconds import ModelCosts, seconds_of
 
 from .requests import Request, batches_of
@@ -194,7 +194,7 @@ def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> Inferen
     cfg = cfg.model_copy(update=dict(sp_size=groups.sp_size))
     run = RunEstimator(cfg, groups.sp_size, free)
     memory = run.memory_of(run.latents(spec), groups.sp_size)
-    chosen, estimate = run.sampling_memory(spec, memory)
+    chosen, estimate = placed(run, spec, memory)
 
     logger.info("memory, of %.3f GB free: %s", free / 1e9, estimate.describe())
     if estimate.peak > FREE_SHARE * free:

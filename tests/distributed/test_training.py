@@ -19,8 +19,8 @@ from opensora_sp.config import load_train_config
 from opensora_sp.config.schedule import learning_rate
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.run_lock import RunLock
+from opensora_sp.training.checkpointing import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.preflight import preflight
-from opensora_sp.training.resuming import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.run import _locked
 
 
