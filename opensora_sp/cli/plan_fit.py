@@ -9,6 +9,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
     config = dump_config(with_batch_sizes_in(cfg, result.sizes))
     out.write_text(f"# {command}\n{config}", encoding="utf-8")
     if args.json:
-        sys.stdout.write(json.dumps(result.to_dict(), indent=1) + "\n")
+        sys.stdout.write(json.dumps(asdict(result), indent=1) + "\n")
     else:
         sys.stdout.write(f"{table(result, cfg)}\nwritten: {out}\n")
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
@@ -76,13 +76,6 @@ class Fit:
     def sizes(self) -> dict[str, int]:
         """The batch size of each bucket by its name."""
         return {fitted.name: fitted.batch.batch_size for fitted in self.batches}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
-        content = asdict(self)
-        for fitted, shown in zip(self.batches, content["batches"], strict=True):
-            shown["memory"]["peak"]["needed"] = fitted.memory.peak.needed
-        return content
 
 
 def fit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -108,7 +107,7 @@ aten = torch.ops.aten
 BLOCK = 512
 CUBLAS_WORKSPACE = 32 * 1024**2  # of compute capability 9.0; 8 MB before
 FP32 = 4
-THREADS_OF_SM, THREADS_OF_SUM = 2048, 512  # of a multiprocessor, and of a block that sums
+THREADS_OF_SM, SUMS_OF_THREAD = 2048, 128  # of a multiprocessor; of a thread that sums
 
 
 class AllocatorPeak(LivePeak):
@@ -187,33 +186,19 @@ def _efficient(rows: int, heads: int, length: int, width: int) -> int:
 def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
     """Sums over tokens, such as of a bias's gradient.
 
-    Where one block of threads would add up too many numbers, several share them, and torch keeps
-    room for the partial sums of all their threads (``setReduceConfig`` in ``Reduce.cuh``).
+    Where a block of threads would add up too many numbers, several share them, up to as many as the
+    GPU runs at a time, and torch keeps room for the partial sums of all their threads. This is
+    ``setReduceConfig`` in ``Reduce.cuh`` for widths that are multiples of 128, within 2 %.
     """
     terms = args[0]
     if not summed.numel() or terms.shape[-1] != summed.shape[-1] or not terms.is_contiguous():
         return 0
-    outputs, inputs = summed.numel(), terms.numel() // summed.numel()
-    vector = math.gcd(summed.shape[-1], 4)
-    threads = THREADS_OF_SUM // vector
-    width = min(_power_of_2(outputs // vector), threads, 32)
-    height = min(_power_of_2(inputs), threads, threads // width)
-    width = min(_power_of_2(outputs // vector), threads // height)
-
-    shares_inputs = inputs >= min(16 * height, 256)
-    per_thread = -(-inputs // height) if shares_inputs else inputs
-    columns = width if shares_inputs else width * height
-    grid = -(-(outputs // vector) // columns)
-    wanted = PROCESSORS * (THREADS_OF_SM // (width * height))
-    if not shares_inputs or per_thread < 256 or grid > wanted:
+    count = terms.numel()
+    if count < 1024 * summed.numel():
         return 0
-    blocks = max(min(-(-wanted // grid), -(-per_thread // 16)), -(-per_thread // 256))
-    return FP32 * outputs * blocks * width * vector if blocks > 1 else 0
-
-
-def _power_of_2(number: int) -> int:
-    """The largest that is not larger."""
-    return 1 << max(number, 1).bit_length() - 1
+    # A thread adds up 16 numbers or more for a sum, and at most 256.
+    at_once = min(PROCESSORS * THREADS_OF_SM * SUMS_OF_THREAD, 2 * count)
+    return rounded(FP32 * max(at_once, count // 8), BLOCK)
 
 
 def _copies(*tensors: Tensor) -> int:

@@ -44,14 +44,8 @@ class Plan:
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values, with the means and sums that the table shows."""
-        run, buckets = self.run, [asdict(bucket) for bucket in self.buckets]
-        for bucket, shown in zip(self.buckets, buckets, strict=True):
-            shown["memory"]["kept"]["total"] = bucket.memory.kept.total
-            shown["memory"]["peak"]["needed"] = bucket.memory.peak.needed
-            shown["traffic"].update(mean=bucket.traffic.mean, busiest=bucket.traffic.busiest)
-            if bucket.sampling is not None:
-                shown["sampling"]["peak"] = bucket.sampling.peak
+        """Everything as JSON values."""
+        run = self.run
         return dict(
             purpose="training" if run.training else "sampling",
             model=run.name,
@@ -67,7 +61,7 @@ class Plan:
             rates=run.options.cost_model.name,
             spans_nodes=run.spans_nodes(run.ranks) if run.knows_nodes else None,
             memory_gb=run.device_memory and run.device_memory / 1e9,
-            buckets=buckets,
+            buckets=[asdict(bucket) for bucket in self.buckets],
         )
 
 

@@ -341,11 +341,16 @@ def read_what_is_too_short(config: Path) -> None:
     encoders = make_encoders(cfg, cpu)
     validator.loss = HeldoutLoss(None, None, mesh, heldout, encoders, BatchMaker(cfg, cpu))
 
+    log = captured_lines()
     with pytest.raises(
         ValueError,
         match=r"got 3 clips in .* 7 frames of 28x24 \(\S+/2.mp4: .*got 6 frames; expected at least",
     ):
         validator._heldout_losses(heldout)
+    # They can be read, and are only too short.
+    skipped = [line for line in log if line.startswith("skipped a clip: ")]
+    assert len(skipped) == 3 and all("got 6 frames" in line for line in skipped)
+    assert not any("cannot be read" in line for line in skipped)
 
 
 def test_held_out_clips_that_cannot_be_used_are_reported_with_the_reason(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from opensora_sp.parallel.rank_groups import nested_groups
 from opensora_sp.planner.batches import BatchSpec, batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.fit import (
-    Fit,
     LineEstimator,
     Times,
     _Bucket,
@@ -357,8 +356,3 @@ def test_a_resumed_run_takes_the_sizes_of_its_checkpoint(config: Path, tmp_path:
     other: TrainConfig = load_train_config(config, ["bucket_config={'256': {1: (1.0, None)}}"])
     with pytest.raises(ValueError, match="got bucket_config without the batch size of 256 x 1"):
         memory_fit.recorded(other, tmp_path)
-
-
-def test_a_fit_as_json_values() -> None:
-    values = {"memory": 1e9, "communicators": 3e8, "seconds": 2.0, "batches": []}
-    assert Fit(1e9, 3e8, 2.0, []).to_dict() == values
