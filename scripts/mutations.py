@@ -98,7 +98,7 @@ MUTATIONS = [
     ),
     Mutation(
         "EMA from working weights",
-        "opensora_sp/training/ema.py",
+        "opensora_sp/training/trainable.py",
         "average.lerp_(buffer, ",
         "average.lerp_(buffer.bfloat16().float(), ",
         ("tests/unit/test_ema.py",),

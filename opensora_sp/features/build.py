@@ -31,7 +31,7 @@ from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.rank_groups import RankGroup
-from opensora_sp.planner.checkpointing import recomputed_share
+from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
 from opensora_sp.runtime.cost_model_file import cost_model_of
 

@@ -1,7 +1,7 @@
 """Speed of a device and of its links, by which strategies, planner, schedule and sampler choose.
 
-``CostModel`` has every rate, ``PRESETS`` the models of known devices; ``opensora-sp plan
---calibrate`` measures them. Costs are in seconds.
+``CostModel`` has every rate; ``gpus.PRESETS`` are the models of known devices, and ``opensora-sp
+plan --calibrate`` measures one. Costs are in seconds.
 
 Legend: B samples, T frames, S patches of a frame, C hidden width, P ranks.
 """
@@ -44,7 +44,7 @@ class CostModel:
     """Speed of a device and of its links. All ranks of a run must use the same one.
 
     Rates are those that models reach, not peaks: FLOP/s, bytes per second, seconds. Those that are
-    left out are an H100's. ``PRESETS`` says where the numbers come from.
+    left out are an H100's. The presets below say where the numbers come from.
 
     Args:
         flops: matrix products of a transformer, in the precision that the device trains in: bf16 on
@@ -234,19 +234,6 @@ CPU = CostModel(
     memory=16e9,
     name="CPU",
 )
-
-PRESETS = {model.name: model for model in (H100, H200, CPU)}
-GPUS = {name: model for name, model in PRESETS.items() if model.asynchronous}
-
-
-def preset_of(device_name: str | None) -> CostModel:
-    """The preset of a GPU by the name that its driver reports; of a CPU if that is None.
-
-    A GPU without a preset has an H100's.
-    """
-    if device_name is None:
-        return CPU
-    return next((model for name, model in GPUS.items() if name in device_name), H100)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.sampling.requests import check_requests, requests_of
+from opensora_sp.training.checkpointing import find_checkpoint, find_good
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_run_dir
-from opensora_sp.training.resuming import find_checkpoint, find_good
 
 pytestmark = pytest.mark.campaign(
     bar="nothing executed, no read or write outside, memory within budget", size=200

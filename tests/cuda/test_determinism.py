@@ -16,7 +16,7 @@ from opensora_sp.models import attention as module
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
 from opensora_sp.models.conditions import Text
-from opensora_sp.training.determinism import use_deterministic_kernels
+from opensora_sp.training.run import use_deterministic_kernels
 
 WIDTH = 144
 

@@ -18,8 +18,8 @@ from world_runs import digests, train_in_worlds
 from opensora_sp.checkpoint import newest_checkpoint
 from opensora_sp.config import load_train_config
 from opensora_sp.features.build import make_dataset
-from opensora_sp.planner.checkpointing import memory_for
 from opensora_sp.planner.fit import fit
+from opensora_sp.planner.memory import memory_for
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_resume, preflight
 

@@ -17,8 +17,14 @@ from ranks import run_ranks
 from runs import BIN, TRAIN, run_forked, write_toy_set
 
 from opensora_sp.config import load_train_config
-from opensora_sp.evaluation.report import BucketLoss, Estimate, Evaluation
-from opensora_sp.evaluation.run import Settings, compared_settings, preflight
+from opensora_sp.evaluation.evaluate import (
+    BucketLoss,
+    Estimate,
+    Evaluation,
+    Settings,
+    compared_settings,
+    preflight,
+)
 from opensora_sp.training.metrics import read_lines
 from opensora_sp.training.preflight import preflight as preflight_training
 from opensora_sp.training.trainer import Trainer
@@ -186,7 +192,7 @@ def test_only_a_bucket_without_clips_is_empty(
         raise ValueError("got a manifest that cannot be read")
 
     settings = write_bucketed(tmp_path, "1000,2000,2000")
-    monkeypatch.setattr("opensora_sp.evaluation.run.BucketPlan", fails)
+    monkeypatch.setattr("opensora_sp.evaluation.evaluate.BucketPlan", fails)
     with pytest.raises(ValueError, match="got a manifest that cannot be read"):
         preflight(settings)
 

@@ -37,8 +37,8 @@ from opensora_sp.integrations.diffusers.pipeline_folder import _within
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.sampling.run import preflight, resolved_sources
+from opensora_sp.training.checkpointing import find_checkpoint
 from opensora_sp.training.preflight import check_initial_weights
-from opensora_sp.training.resuming import find_checkpoint
 
 NAME, LORA = "somebody/stdit3", "somebody/lora"
 

@@ -26,13 +26,20 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
-from opensora_sp.planner import buckets_of, plan, run_estimator
-from opensora_sp.planner.checkpointing import budget_of, memory_for
-from opensora_sp.planner.cuda_memory import WORKSPACES
+from opensora_sp.planner import run_estimator
+from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.fit import fit
-from opensora_sp.planner.live_peak import LivePeak
-from opensora_sp.planner.memory import GradientBucket, LocalGradients, ModelSizes, Zero
+from opensora_sp.planner.live_peak import WORKSPACES, LivePeak
+from opensora_sp.planner.memory import (
+    GradientBucket,
+    LocalGradients,
+    ModelSizes,
+    Zero,
+    budget_of,
+    memory_for,
+)
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.run_plan import plan
 from opensora_sp.planner.seconds import blocks_work
 from opensora_sp.planner.trace import trace_activations
 from opensora_sp.planner.traffic import output_gather, traffic
@@ -203,8 +210,7 @@ def measured_peak(cfg: TrainConfig) -> int:
     from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.checkpointing import fixed_tensors
-    from opensora_sp.training.ema import ShardedEma
-    from opensora_sp.training.trainable import make_optimizer
+    from opensora_sp.training.trainable import ShardedEma, make_optimizer
 
     clip = Clip(
         video=torch.zeros(3, cfg.num_frames, *cfg.size, dtype=torch.uint8),
@@ -601,5 +607,5 @@ def test_guidance_enlarges_a_batch_of_samples(options: list[str], times: tuple[i
         scale = f"scheduler.cfg_scale={cfg_scale}"
         cfg = load_inference_config(CONFIGS / "demo/sample.py", [scale, *options])
         run = RunEstimator(cfg, 1, device="cpu")
-        (bucket,) = buckets_of(cfg)
+        (bucket,) = batches_by_name(cfg).values()
         assert run.latents(bucket)[0] == copies * cfg.batch_size
