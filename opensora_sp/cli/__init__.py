@@ -73,7 +73,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors",
-        "opensora-sp convert outputs/first weights/first --ema",
+        "opensora-sp convert outputs/first weights/first",
     ),
     "doctor": Command(
         "check this host and report what would keep a run from starting; started by torchrun "

@@ -808,7 +808,7 @@ def test_convert_writes_a_folder(
     )
     options = [f"{key}={value}" for key, value in SMALL.items()]
 
-    for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20000")):
+    for extra in ((), ("--no-ema", "--dtype", "bf16", "--max-shard-size", "20000")):
         out = tmp_path / f"out{len(extra)}"
         convert(
             tmp_path / "a.pt",
