@@ -16,18 +16,22 @@ import functools
 import inspect
 import sys
 import threading
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.distributed import distributed_c10d as c10d
 
 from .rank_info import format_ranks
-from .stack_inspection import location
 
 # In newer versions the first names call the second ones.
 RENAMED = {
@@ -51,6 +55,14 @@ COLLECTIVES = (
     "reduce_scatter",
     "scatter",
     "send",
+)
+# Code whose lines are not reported: of torch, of this folder, and of wrappers of deprecated
+# functions, as some collectives of torch 2.14 are.
+_SKIPPED = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    typing_extensions.__file__,
+    warnings.__file__,
 )
 HISTORY = 2048  # newest collectives kept per group; a host runs ahead of its device by fewer
 
@@ -221,3 +233,23 @@ def _tensor_arguments(arguments: dict[str, Any]) -> list[str]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors.append(f"{name} {several}{list(tensor.shape)} {dtype}")
     return tensors
+
+
+def location_of_thread(thread: int) -> str:
+    """The line of a thread, as in ``location``."""
+    frame = sys._current_frames().get(thread)
+    return "an unknown place" if frame is None else location(frame)
+
+
+def stack_of_thread(thread: int) -> str:
+    """The whole stack of a thread, outermost frame first."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def location(frame: FrameType) -> str:
+    """``folder/file.py:line (function)`` of the innermost frame outside torch and this folder."""
+    while frame.f_code.co_filename.startswith(_SKIPPED) and frame.f_back is not None:
+        frame = frame.f_back
+    file = "/".join(frame.f_code.co_filename.rsplit("/", 3)[-3:])
+    return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,4 +1,4 @@
-"""Processes of this host: the launchers of a rank, how it ends with them, and its workers.
+"""Processes of this host: a rank's launchers, how it ends with them, its signals and workers.
 
 ``torchrun`` ends its ranks when it is asked to end. Where it is killed, or ``colossalai run``
 exits, they keep running, and hold GPUs and ports. A ``Watchdog`` stops a training that has started,
@@ -10,6 +10,7 @@ Imports nothing slow: scripts call ``end_with_launchers`` first.
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -19,15 +20,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from opensora_sp.common.console import INTERRUPTED
 
 INTERVAL = 1.0  # seconds between two looks at the launchers
 EXIT_TIMEOUT = 5.0  # seconds that a process has to end by itself after they have exited
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # of prctl(2)
 RUN_ID = "TORCHELASTIC_RUN_ID"  # which torchrun sets for its ranks
 
-# Set while the exit of a launcher is a request to stop, by ``runtime.signals.SignalHandler``.
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.
+SAME_INTERRUPT = 1.0
+
+# Set while the exit of a launcher is a request to stop, by ``SignalHandler``.
 is_request_to_stop = threading.Event()
 
 
@@ -182,6 +190,60 @@ def _is_colossalai(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return "run" in command and any(Path(part).name == "colossalai" for part in command[:2])
+
+
+class SignalHandler:
+    """SIGTERM, SIGUSR1 and Ctrl-C as requests to stop; a second Ctrl-C ends the process.
+
+    Handles them from ``install`` to ``uninstall``, in the main thread only. SLURM is often asked
+    to send SIGUSR1 before the end of a job's time. Meanwhile the exit of a launcher is a request to
+    stop as well, which the watchdog makes: the kernel does not kill the process then, but lets it
+    continue if it was stopped.
+
+    Attributes:
+        received: name of the signal received, empty before; SIGINT prevails.
+    """
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._interrupted_at = math.inf
+        self._previous: dict[int, Any] = {}
+        self._parent_death_signal = 0
+
+    def install(self) -> None:
+        """Replace the handlers, except of a signal that is ignored, and a script's of SIGUSR1."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in REQUESTS:
+            if not _is_kept(number):
+                self._previous[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+        self._parent_death_signal = set_parent_death_signal(signal.SIGCONT)
+        is_request_to_stop.set()
+
+    def uninstall(self) -> None:
+        is_request_to_stop.clear()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        set_parent_death_signal(self._parent_death_signal)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        # After SIGINT, torchrun forwards a second Ctrl-C as SIGTERM.
+        now = time.monotonic()
+        is_second = now - self._interrupted_at >= SAME_INTERRUPT
+        if is_second and number != signal.SIGUSR1:
+            os._exit(INTERRUPTED)
+        if number == signal.SIGINT:
+            self._interrupted_at = min(self._interrupted_at, now)
+
+        # The watchdog's thread logs it: this thread may hold the lock of a log handler.
+        if self.received != "SIGINT":
+            self.received = signal.Signals(number).name
+
+
+def _is_kept(number: int) -> bool:
+    handler = signal.getsignal(number)
+    has_meaning = number == signal.SIGUSR1 and handler is not signal.SIG_DFL
+    return has_meaning or handler is signal.SIG_IGN
 
 
 def init_worker(worker: int = 0) -> None:

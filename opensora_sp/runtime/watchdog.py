@@ -41,13 +41,11 @@ import torch.distributed as dist
 from opensora_sp.common.console import INTERRUPTED
 from opensora_sp.common.error_file import wait_until, write_error_file
 
-from .collective_recorder import CollectiveRecorder
-from .processes import exiting_after, is_alive, launchers
+from .collective_recorder import CollectiveRecorder, location_of_thread, stack_of_thread
+from .processes import SignalHandler, exiting_after, is_alive, launchers
 from .rank_info import format_ranks
 from .rendezvous import JOIN_TIMEOUT, first_line, join_timeout
 from .run_store import PROCESS_ENDED, PROPAGATION_TIMEOUT, Heartbeat, RunStore
-from .signals import SignalHandler
-from .stack_inspection import location_of_thread, stack_of_thread
 from .timeouts import (
     COLLECTIVE_TIMEOUT,
     INTERVAL,

@@ -41,8 +41,7 @@ WAIT = "time.sleep(60)"
 # C code that keeps Python's lock.
 KEEP_LOCK = "ctypes.PyDLL(None).sleep(60)"
 HANDLE_SIGTERM = """
-from opensora_sp.runtime import signals
-handler = signals.SignalHandler()
+handler = processes.SignalHandler()
 handler.install()
 open("handles", "w").close()
 launcher = os.getppid()
