@@ -283,7 +283,7 @@ def other_content(file: Path) -> str | None:
     text = start.decode(errors="ignore")
     is_text = len(text.encode()) > len(start) - 4 and "\0" not in text
     shown = text[:40] if is_text else start[:12]
-    return f"{'text' if is_text else 'another format'}, which begins with {shown!r}"
+    return f"{'text' if is_text else 'data of another format'} that begins with {shown!r}"
 
 
 def _other_archive(file: Path) -> str | None:

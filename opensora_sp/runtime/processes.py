@@ -99,9 +99,8 @@ def is_alive(process: psutil.Process | None) -> bool:
 def launchers() -> list[psutil.Process | None]:
     """The ``torchrun`` that started this process and, if there is one, its ``colossalai run``.
 
-    ``torchrun`` is the nearest ancestor that runs Python: between them may be a shell script. Where
-    none does, it is a frozen executable, out of sight in an outer PID namespace, or has exited
-    (``_torchrun``).
+    ``torchrun`` is the nearest ancestor without ``RUN_ID`` in its environment, which it sets for
+    its ranks: between them may be a shell script. It may be out of sight in an outer PID namespace.
     ``colossalai run`` (0.5.0) is the parent of a copy of itself for each node, which starts
     ``torchrun`` there. It ends alone and leaves the others running, so the process that the user
     started is returned. None stands for one that has exited already. Other ancestors are not
@@ -111,7 +110,9 @@ def launchers() -> list[psutil.Process | None]:
         return []
 
     ancestors = _ancestors()
-    torchrun = _torchrun(ancestors)
+    # A process that adopts orphans is in its place once it has exited.
+    above_ranks = (process for process in ancestors if not _has_run_id(process))
+    torchrun = [None if _adopts_orphans(process) else process for process in above_ranks][:1]
     colossalai: list[psutil.Process | None] = list(filter(_is_colossalai, ancestors))
     above = [process for process in ancestors if process not in torchrun and _runs_python(process)]
     # Only the copy is left. Since Python 3.14 a server of multiprocessing forks the copy, which
@@ -121,38 +122,11 @@ def launchers() -> list[psutil.Process | None]:
     return [*torchrun, *colossalai[-1:]]
 
 
-def _torchrun(ancestors: list[psutil.Process]) -> list[psutil.Process | None]:
-    """The process to watch as ``torchrun``; [None] where it has exited, [] where it is unknown.
-
-    Ranks and their wrappers have ``RUN_ID`` in their environments, and ``torchrun`` has not. Once
-    it has exited, a process that adopts orphans is in its place. A script that a shell has started
-    with a copy of these variables counts as a rank if that shell has exited already.
-    """
-    for process in ancestors:
-        if _runs_python(process):
-            return [process]
-
-    for process in ancestors:
-        if not _has_run_id(process):
-            return [None if _adopts_orphans(process) else process]
-
-    # Only wrappers are left, of a PID namespace in which torchrun is out of sight.
-    return [process for process in ancestors[:1] if process.pid != 1]
-
-
-def _own_process() -> psutil.Process:
-    """This process by its number in /proc, which an outer PID namespace may have mounted."""
-    try:
-        return psutil.Process(int(os.readlink("/proc/self")))
-    except OSError:  # no Linux
-        return psutil.Process()
-
-
 def _ancestors() -> list[psutil.Process]:
     """The parent of this process, its parent, and so on, up to one that has exited."""
     ancestors = []
     with suppress(psutil.Error):
-        process = _own_process().parent()
+        process = psutil.Process().parent()
         while process is not None:
             ancestors.append(process)
             process = process.parent()

@@ -42,7 +42,7 @@ from opensora_sp.checkpoint import (
     open_weights,
 )
 from opensora_sp.checkpoint.adapters import ADAPTER_WEIGHTS, name_on_disk
-from opensora_sp.checkpoint.folder import FORMAT, to_json
+from opensora_sp.checkpoint.checkpoint_folder import FORMAT, to_json
 from opensora_sp.checkpoint.model_config import model_config_json
 from opensora_sp.common.files import read_json
 from opensora_sp.models.base import ConditionedModel

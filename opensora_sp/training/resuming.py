@@ -23,7 +23,7 @@ from opensora_sp.checkpoint import (
     on_rank_0,
     verify,
 )
-from opensora_sp.checkpoint.folder import read_commit, set_aside
+from opensora_sp.checkpoint.checkpoint_folder import read_commit, set_aside
 from opensora_sp.checkpoint.hub import describe_missing
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
 

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import from_pretrained, open_weights, write_model_config
-from opensora_sp.checkpoint.folder import _commit_text, to_json
+from opensora_sp.checkpoint.checkpoint_folder import _commit_text, to_json
 from opensora_sp.config import InferenceConfig, load_inference_config, load_train_config
 from opensora_sp.data import (
     CachedFeatures,

@@ -32,7 +32,7 @@ from opensora_sp.checkpoint import (
     newest_checkpoint,
     verify,
 )
-from opensora_sp.checkpoint.folder import _commit_text, set_aside, to_json
+from opensora_sp.checkpoint.checkpoint_folder import _commit_text, set_aside, to_json
 from opensora_sp.planner.live_peak import LivePeak
 
 
@@ -346,7 +346,7 @@ def test_an_error_of_the_disk_names_the_file(before: Path, monkeypatch: pytest.M
     def sha256(path: Path) -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("opensora_sp.checkpoint.folder.sha256", sha256)
+    monkeypatch.setattr("opensora_sp.checkpoint.checkpoint_folder.sha256", sha256)
     with pytest.raises(ValueError, match="model.safetensors, which cannot be read now") as error:
         verify(before / "step_00000002")
     assert not isinstance(error.value, DamagedCheckpointError)
@@ -357,8 +357,8 @@ def test_a_new_format_reads_and_rotates_checkpoints_of_the_old_one(
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(before, run_dir)
-    monkeypatch.setattr("opensora_sp.checkpoint.folder.READABLE_FORMATS", (2, 3))
-    monkeypatch.setattr("opensora_sp.checkpoint.folder.FORMAT", 3)
+    monkeypatch.setattr("opensora_sp.checkpoint.checkpoint_folder.READABLE_FORMATS", (2, 3))
+    monkeypatch.setattr("opensora_sp.checkpoint.checkpoint_folder.FORMAT", 3)
 
     save(run_dir, 3, keep_last=2)
 

@@ -24,7 +24,7 @@ from PIL import Image
 from runs import ROOT
 
 from opensora_sp.checkpoint import open_adapters, open_weights, saved_config, verify
-from opensora_sp.checkpoint.folder import resolve_inside
+from opensora_sp.checkpoint.checkpoint_folder import resolve_inside
 from opensora_sp.checkpoint.pretrained import saved_license
 from opensora_sp.common.files import parse_json
 from opensora_sp.config import load_inference_config, load_train_config

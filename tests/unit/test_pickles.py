@@ -336,9 +336,9 @@ def test_other_content_is_one_sentence(content: Any, tmp_path: Path) -> None:
     ("content", "name"),
     [
         (b"", "empty"),
-        (b'{"a": [{"b": 1}]}\n', "text, which begins with"),
-        (b"import os\n" * 90 + "\u00e9".encode(), "text, which begins with 'import os"),
-        (b"\0\0\0 ftypisom\0\0\2\0" + bytes(range(256)), "another format, .*ftypisom"),
+        (b'{"a": [{"b": 1}]}\n', "text that begins with"),
+        (b"import os\n" * 90 + "\u00e9".encode(), "text that begins with 'import os"),
+        (b"\0\0\0 ftypisom\0\0\2\0" + bytes(range(256)), "data of another format .*ftypisom"),
         (b"PK\3\4" + bytes(99), "a damaged zip archive"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
         (pickle.dumps({"a": 1}), "a bare pickle"),
