@@ -82,7 +82,8 @@ class Collective:
     ranks: tuple[int, ...]
     peer: int | None
     location: str
-    returned: bool = False  # to the host; on an asynchronous backend that means launched
+    # To the host: on an asynchronous backend it is only launched then.
+    returned: bool = False
     description: str = ""
 
     def __str__(self) -> str:
@@ -182,13 +183,15 @@ class CollectiveRecorder:
     def _record_call(self, operation: str, arguments: dict[str, Any]) -> Collective | None:
         group: Any = arguments.get("group") or dist.group.WORLD
         name = c10d._world.pg_names.get(group)
-        if name is None:  # not a member
+        if name is None:
+            # This rank is no member of the group.
             return None
 
         peer = None
         if operation in ("send", "recv"):
             peer = arguments.get("dst" if operation == "send" else "src")
-            if peer is None:  # from any rank, so none can be named
+            if peer is None:
+                # From any rank: none can be named.
                 return None
 
         tensors, line = _tensor_arguments(arguments), location(sys._getframe())

@@ -65,7 +65,8 @@ def _end_with(watched: list[psutil.Process | None]) -> None:
         waited = 0.0 if is_request_to_stop.is_set() else waited + INTERVAL
 
     name = f"rank {os.environ['RANK']}" if "RANK" in os.environ else f"process {os.getpid()}"
-    with suppress(OSError):  # its terminal may be gone as well
+    with suppress(OSError):
+        # Its terminal may be gone as well.
         sys.stderr.write(f"{name} ends: its launcher has exited\n")
         sys.stderr.flush()
     os._exit(1)
@@ -138,7 +139,8 @@ def _runs_python(process: psutil.Process) -> bool:
     with suppress(psutil.Error, IndexError):
         try:
             program = process.exe()
-        except psutil.AccessDenied:  # of another user
+        except psutil.AccessDenied:
+            # The process belongs to another user.
             program = process.cmdline()[0]
         # The executable of a framework build on macOS is ``Python``.
         return Path(program).name.lower().startswith("python")

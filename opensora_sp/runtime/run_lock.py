@@ -85,7 +85,8 @@ class RunLock:
     def __init__(self, folder: Path, patience: float = math.inf) -> None:
         self.folder, self.path, self.patience = folder, folder / LOCK, patience
         self._holder = Holder.of_this_process()
-        self._descriptor: int | None = None  # of the locked file
+        # The lock lasts as long as this descriptor is open.
+        self._descriptor: int | None = None
         self._released = threading.Event()
 
     def __enter__(self) -> RunLock:
@@ -198,5 +199,6 @@ class RunLock:
         with exiting_after(END_TIMEOUT, status=1):
             logger.error("%s", reason)
             write_error_file(reason)
-            logging.shutdown()  # flushes
+            # os._exit flushes nothing.
+            logging.shutdown()
         os._exit(1)

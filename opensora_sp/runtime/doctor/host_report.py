@@ -187,7 +187,8 @@ def _shared_memory() -> Check:
 def _port(port: int) -> Check:
     name = f"port {port}"
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        # torch's store binds with this option, too.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
