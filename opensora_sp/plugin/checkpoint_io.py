@@ -34,7 +34,7 @@ from opensora_sp.checkpoint import (
     on_rank_0,
     open_weights,
 )
-from opensora_sp.checkpoint.folder import to_json
+from opensora_sp.checkpoint.checkpoint_folder import to_json
 from opensora_sp.checkpoint.tensor_file import ShardIndex, is_index, is_safetensors
 from opensora_sp.common.files import parse_json, read_json
 

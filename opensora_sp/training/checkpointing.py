@@ -48,7 +48,7 @@ from opensora_sp.checkpoint import (
     verify,
 )
 from opensora_sp.checkpoint.adapters import ADAPTER_WEIGHTS, name_on_disk
-from opensora_sp.checkpoint.folder import FORMAT, read_commit, set_aside, to_json
+from opensora_sp.checkpoint.checkpoint_folder import FORMAT, read_commit, set_aside, to_json
 from opensora_sp.checkpoint.hub import describe_missing
 from opensora_sp.checkpoint.model_config import model_config_json
 from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints

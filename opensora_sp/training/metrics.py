@@ -22,13 +22,14 @@ import numpy as np
 from opensora_sp.checkpoint import FileSystem
 from opensora_sp.checkpoint.paths import LOG
 from opensora_sp.common.console import LOGGER, add_log_handler
-from opensora_sp.common.files import parse_json, read_json
+from opensora_sp.common.files import parse_json, read_json, read_small_file
 from opensora_sp.config import TrainConfig
 
 from .trackers import TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
 
 logger = logging.getLogger(__name__)
 RANKS = "ranks.jsonl"  # in a run's folder: what differs between ranks, by rank
+MAX_LOG_BYTES = 512 << 20  # of metrics.jsonl and its like
 # Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1
 
@@ -251,19 +252,25 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; none without the file.
+    """The lines of a JSONL file that have a step; none without the file.
 
-    Lines that are not whole are skipped: the last one while it is being written, and where the
-    process was killed meanwhile.
+    Damaged lines are skipped: the last one while it is being written, and where the process was
+    killed meanwhile or the disk has changed bytes.
+
+    Raises:
+        ValueError: if the file is larger than ``MAX_LOG_BYTES``.
     """
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    whole = []
-    for line in lines:
-        # A process may be killed while it writes a line.
+    if not path.is_file():
+        return []
+    content = read_small_file(path, MAX_LOG_BYTES, "the numbers of a run")
+    whole = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = []
+    for text in whole:
         with suppress(ValueError):
-            if line.endswith("\n"):
-                whole.append(parse_json(line, f"a line of {path}"))
-    return whole
+            line = parse_json(text, f"a line of {path}")
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+    return lines
 
 
 def running_mean(losses: np.ndarray) -> np.ndarray:
@@ -291,7 +298,7 @@ def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str)
     """Draw the loss as logged (a faint curve) and its running mean (a strong one)."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    logged = [line for line in lines if line["loss"] is not None]
+    logged = [line for line in lines if line.get("loss") is not None]
     if not logged:
         return
     steps, losses = (np.array([line[key] for line in logged]) for key in ("step", "loss"))

@@ -87,7 +87,7 @@ def train(
         run.enter_context(closing_process_group())
         watch = run.enter_context(_watchdog(cfg, store))
         launch(cfg.seed, store, timeout=backend_timeout(cfg.collective_timeout))
-        run.enter_context(_locked(run_dir))
+        run.enter_context(_locked(run_dir, cfg.collective_timeout / 2))
         _open_run_dir(cfg, run_dir)
         agree_on_clips(compared_clips(cfg, dataset))
         checked, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
@@ -117,12 +117,16 @@ def train(
 
 
 @contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder, by rank 0; its error is raised on every rank. Collective."""
+def _locked(run_dir: Path, patience: float) -> Iterator[None]:
+    """Hold the run's folder, by rank 0; its error is raised on every rank. Collective.
+
+    Args:
+        patience: seconds that rank 0 waits at most while another run holds it.
+    """
     with ExitStack() as locks:
         with on_rank_0("locking the run's folder") as is_rank_0:
             if is_rank_0:
-                locks.enter_context(RunLock(run_dir))
+                locks.enter_context(RunLock(run_dir, patience))
         yield
 
 

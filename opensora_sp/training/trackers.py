@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from opensora_sp.checkpoint import FileSystem
+from opensora_sp.common.files import read_small_file
 from opensora_sp.common.importing import check_extra, is_installed
 from opensora_sp.config import TrainConfig
 
@@ -85,7 +86,7 @@ class WandbTracker:
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.name,
             dir=str(run_dir),
-            id=kept.read_text(),
+            id=read_small_file(kept, 1 << 10, "the id of a run of W&B").decode(),
             resume="allow",
             config=hyperparameters,
         )

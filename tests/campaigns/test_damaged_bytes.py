@@ -186,7 +186,7 @@ def check_starts(whole: Path, place: Path, trial: Trial) -> str | None:
     dist.all_gather_object(is_seen, bool(differing))
 
     limit = 0 if trial.quick else 1 << 20
-    with mock.patch("opensora_sp.checkpoint.folder.QUICK_CHECK_BYTES", limit):
+    with mock.patch("opensora_sp.checkpoint.checkpoint_folder.QUICK_CHECK_BYTES", limit):
         check_refused_by_path(run_dir, differing, written, damaged)
         for _ in range(2):
             dist.barrier()

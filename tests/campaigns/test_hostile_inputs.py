@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import from_pretrained, open_weights, write_model_config
-from opensora_sp.checkpoint.folder import _commit_text, to_json
+from opensora_sp.checkpoint.checkpoint_folder import _commit_text, to_json
 from opensora_sp.config import InferenceConfig, load_inference_config, load_train_config
 from opensora_sp.data import (
     CachedFeatures,
@@ -245,14 +245,13 @@ def pickled_weights(attack: Attack) -> Reader:
     name = attack.random.choice(["pytorch_model.bin", "a.pt", "model", "model.safetensors"])
     path, random = attack.folder / name, attack.random
     state = {"a": torch.ones(3), "b": torch.arange(6).view(2, 3)}
-    options = {"_use_new_zipfile_serialization": random.random() < 0.6}
     attacks: list[Callable[[], Any]] = [
         lambda: torch.save({**state, "c": RunsWhenUnpickled(attack.outside.folder / "ran")}, path),
         lambda: path.write_bytes(pickle.dumps(RunsWhenUnpickled(attack.outside.folder / "ran"))),
         lambda: path.write_bytes(random_pickle(attack)),
         lambda: write_torchscript(path, attack.outside.folder / "written"),
         lambda: write_archive(path, attack),
-        lambda: flip_bytes(state, path, random, options),
+        lambda: flip_bytes(state, path, random),
     ]
     random.choice(attacks)()
     os.utime(path)
@@ -260,8 +259,8 @@ def pickled_weights(attack: Attack) -> Reader:
     return partial(read_weights, path, allow_pickle=allowed)
 
 
-def flip_bytes(state: dict, path: Path, random: Random, options: dict[str, bool]) -> None:
-    torch.save(state, path, **options)
+def flip_bytes(state: dict, path: Path, random: Random) -> None:
+    torch.save(state, path)
     data = bytearray(path.read_bytes())
     for _ in range(random.randint(1, 20)):
         data[random.randrange(len(data))] = random.randrange(256)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 from functools import partial
 from pathlib import Path
 
@@ -299,8 +298,6 @@ def test_exported_weights_have_a_model_card(place: Path, tmp_path: Path) -> None
     lines = ["license: apache-2.0", "base_model: some/base", "pipeline_tag: text-to-video"]
     assert all(line in header.splitlines() for line in lines)
     assert "--ckpt out" in body and 'from_pretrained("out")' in body
-    config = json.loads(body.split("```json\n")[1].split("```")[0])
-    assert config == json.loads((tmp_path / "out/config.json").read_text())
 
     main(["convert", str(place / "first"), str(tmp_path / "mit"), "--license", "mit"])
     assert saved_license(tmp_path / "mit") == saved_license(tmp_path / "mit/config.json") == "mit"

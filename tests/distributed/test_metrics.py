@@ -282,7 +282,7 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
         assert found == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines], (
             name
         )
-    reported = [line for line in read_lines(trained.parent / "wandb.jsonl") if "log" in line]
+    reported = [line for line in of_wandb(trained) if "log" in line]
     assert [line["log"] for line in reported[:6]] == lines
     text = (trained / "train.log").read_text()
     for line in lines:
@@ -295,6 +295,11 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
         assert sum(one["communication"]) / 2 == pytest.approx(line["communication"])
     assert lines[-1]["eta"] == 0.0 and lines[2]["eta"] == pytest.approx(3 * lines[2]["step_time"])
     assert "MFU is a share of 0.001 TFLOP/s per device (peak_tflops of the config)" in text
+
+
+def of_wandb(trained: Path) -> list[dict[str, Any]]:
+    """The calls that W&B got."""
+    return list(map(json.loads, (trained.parent / "wandb.jsonl").read_text().splitlines()))
 
 
 def test_a_log_line_has_what_was_measured() -> None:
@@ -359,7 +364,7 @@ def measured_alone() -> tuple[dict[str, float], list[float]]:
 
 @pytest.mark.slow
 def test_a_resumed_run_stays_one_wandb_run(trained: Path) -> None:
-    reported = read_lines(trained.parent / "wandb.jsonl")
+    reported = of_wandb(trained)
     first, second, other, _ = (line["init"] for line in reported if "init" in line)
     assert (
         first == second

@@ -302,7 +302,7 @@ def test_ranks_that_see_different_checkpoints_raise_the_same_error(
 def hold(folder: Path) -> str:
     """What a run reports of the folder that it is to hold; its content if it holds it."""
     try:
-        with mock.patch.object(run_lock, "LOCAL_WAIT", 0.2), _locked(folder):
+        with mock.patch.object(run_lock, "LOCAL_WAIT", 0.2), _locked(folder, 60.0):
             names = sorted(path.name for path in folder.iterdir())
             torch.distributed.barrier()
             return str(names)
