@@ -105,7 +105,7 @@ MUTATIONS = [
     ),
     Mutation(
         "clipping by the local norm",
-        "opensora_sp/plugin/optimizer.py",
+        "opensora_sp/plugin/zero_optimizer.py",
         "norm: float = super()._compute_grad_norm(dp_pg, gradients, norm_type)",
         "norm: float = torch.stack([g.double().norm() for g in gradients]).norm().item()",
         ("tests/distributed/test_plugin.py",),

@@ -1,7 +1,6 @@
 """Sequence parallelism in plain torch: mesh, layouts, strategies, hooks attached to a model."""
 
 from .debug.communication import CommLedger, CommTimer
-from .debug.parity import Verdict, verify_step
 from .engine import Shard
 from .mesh import (
     SequenceMesh,
@@ -21,7 +20,6 @@ __all__ = [
     "SequenceMesh",
     "Shard",
     "ShardPlan",
-    "Verdict",
     "check_sp_size",
     "closing_process_group",
     "drain_process_group",
@@ -30,5 +28,4 @@ __all__ = [
     "register_plan",
     "shutdown_process_group",
     "unwrap",
-    "verify_step",
 ]

@@ -3,7 +3,7 @@
 ``CostModel`` has every rate, ``PRESETS`` the models of known devices; ``opensora-sp plan
 --calibrate`` measures them. Costs are in seconds.
 
-Legend: B samples, T frames, S patches of a frame, C hidden width, P ranks.
+Legend: C hidden width.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
-
-from .batch_shape import BatchShape
 
 ELEMENT_BYTES = 2  # bf16
 
@@ -137,42 +135,6 @@ class CostModel:
         launches = operators * self.launch
         return max(seconds, launches) if self.asynchronous else seconds + launches
 
-    def few_units(
-        self,
-        shape: BatchShape,
-        ranks: int,
-        link: Link,
-        *,
-        unit: int,
-        num_units: int,
-        row_layout: str,
-        switches: int = 2,
-    ) -> FewUnitsCosts:
-        """Cost of a block with its exchanges on the busiest rank, where units are fewer than ranks.
-
-        Args:
-            link: that carries the exchanges.
-            unit: tokens of the largest unit, a frame or a window.
-            num_units: how many there are, all samples together.
-            row_layout: how tokens are distributed where attention is split by heads.
-            switches: exchanges of a block whose units are whole.
-        """
-        width, heads = shape.width, shape.heads
-        sent = (ranks - 1) / ranks * width * ELEMENT_BYTES
-        local_tokens = max(shape.entries(row_layout, ranks))
-        # Units of one head on the busiest rank.
-        head_units = -(-num_units * heads // ranks)
-
-        def compute(tokens: int, head_units: int) -> float:
-            attention = self.attention(head_units, unit, unit, width // heads)
-            return block_flops(tokens, width) / self.flops + attention
-
-        return FewUnitsCosts(
-            whole=compute(unit, heads) + link.seconds(switches * sent * unit, exchanges=switches),
-            heads=compute(local_tokens, head_units)
-            + link.seconds(4 * sent * local_tokens, exchanges=2),
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """All rates by name, as JSON values."""
         rates = asdict(self)
@@ -247,22 +209,6 @@ def preset_of(device_name: str | None) -> CostModel:
     if device_name is None:
         return CPU
     return next((model for name, model in GPUS.items() if name in device_name), H100)
-
-
-@dataclass(frozen=True)
-class FewUnitsCosts:
-    """Seconds of two ways to attend over few units.
-
-    ``whole`` gives whole units to some ranks and none to the others, and switches. ``heads``
-    distributes all token-local work, splits the attention alone, and exchanges four activations.
-    """
-
-    whole: float
-    heads: float
-
-    @property
-    def heads_cost_less(self) -> bool:
-        return self.heads < self.whole
 
 
 @dataclass(frozen=True)

@@ -29,37 +29,14 @@ from torch import Tensor, nn
 from opensora_sp.common.graphs import Context
 
 from .collectives import Received
-from .engine import Attachment, SequenceParallel
+from .engine import Attachment, ForwardPoint, SequenceParallel
 from .shard_plan import find_modules
-from .strategies.base import Block
+from .strategies.strategy import Block
 from .typed import after_backward, is_backward_running
 
 # The axis that counts the rows of a layout, and the one within a row.
 ROW_AXIS = {"spatial": "t", "temporal": "s"}
 TOKEN_AXIS = {"spatial": "s", "temporal": "t"}
-
-
-class ForwardPoint:
-    """A module as a hook point: its ``forward`` runs inside of the function attached."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._replaced: dict[str, Any] = {}
-
-    def attach(self, function: Callable[..., Any]) -> None:
-        """Let ``function(forward, *args, **kwargs)`` compute each call of the module."""
-        instance, forward = vars(self.module), self.module.forward
-        self._replaced = {"forward": instance["forward"]} if "forward" in instance else {}
-
-        # Copying a partial, unlike a closure, copies what it holds, and so is refused.
-        attached: Any = partial(function, forward)
-        attached.__signature__ = inspect.signature(forward)
-        instance["forward"] = attached
-
-    def detach(self) -> None:
-        """Restore ``forward``. Points of one module are detached last to first."""
-        del vars(self.module)["forward"]
-        vars(self.module).update(self._replaced)
 
 
 class ModuleCall:

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES, page_sizes
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.strategies import strategy_for
 
 from .trace import Activations

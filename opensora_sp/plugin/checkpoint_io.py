@@ -39,7 +39,7 @@ from opensora_sp.checkpoint.tensor_file import ShardIndex, is_index, is_safetens
 from opensora_sp.common.files import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
-from .optimizer import SequenceZeroOptimizer
+from .zero_optimizer import SequenceZeroOptimizer
 
 logger = logging.getLogger(__name__)
 # Keys of an optimizer's metadata. The loss scale is null except in fp16.

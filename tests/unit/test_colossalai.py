@@ -173,7 +173,7 @@ def test_the_checkpoint_interface_has_the_methods_that_ours_has() -> None:
 
 
 def test_the_accelerator_has_the_calls_that_ours_replaces() -> None:
-    from opensora_sp.plugin.launch import GlooCpuAccelerator
+    from opensora_sp.plugin.process_group import GlooCpuAccelerator
 
     replaced = [name for name in vars(GlooCpuAccelerator) if not name.startswith("_")]
     assert len(replaced) >= 9
