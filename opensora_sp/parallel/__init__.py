@@ -2,16 +2,11 @@
 
 from .debug.communication import CommLedger, CommTimer
 from .engine import Shard
-from .mesh import (
-    SequenceMesh,
-    check_sp_size,
-    closing_process_group,
-    drain_process_group,
-    shutdown_process_group,
-)
+from .mesh import SequenceMesh, check_sp_size
 from .options import Options
 from .parallelize import held_rows, parallelize, unwrap
 from .shard_plan import ShardPlan, register_plan
+from .shutdown import closing_process_group, drain_process_group, shutdown_process_group
 
 __all__ = [
     "CommLedger",

@@ -7,6 +7,9 @@ patches where they attend over frames. ``ModulePoints`` translates the calls of 
 serve both. The model is not edited: the ``forward`` of these modules is replaced on the instance,
 and ``detach`` restores it.
 
+A rank without rows computes one made-up row, since modules of any kind need not accept none. What
+comes of it is dropped, so its gradients are zeros.
+
 To the engine a batch is one sample whose tokens are ``[b, c]``: a row is one frame, or one patch,
 of all samples.
 
@@ -115,6 +118,11 @@ class TokenRows:
     def count(self) -> int:
         return self.stop - self.start
 
+    @property
+    def num_computed(self) -> int:
+        """The rows that modules see."""
+        return max(self.count, 1)
+
     def take(self, start: int, stop: int) -> TokenRows:
         return replace(self, start=start, stop=stop)
 
@@ -127,11 +135,16 @@ class TokenRows:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
-        sizes = {ROW_AXIS[self.layout]: self.count, TOKEN_AXIS[self.layout]: self.length}
-        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **sizes)
+        sizes = {ROW_AXIS[self.layout]: self.num_computed, TOKEN_AXIS[self.layout]: self.length}
+        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **sizes)[: self.count]
 
     def from_rows(self, x: Tensor, *, copy: bool = False) -> Tensor:
         """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""
+        if self.count == 0:
+            # Values that vary: of equal ones a norm may have no gradient. The graph is continued,
+            # since this rank takes part in the exchanges of backward.
+            numbers = torch.linspace(-1, 1, x.shape[1:].numel())
+            x = torch.cat([x, numbers.to(x).view(1, *x.shape[1:])])
         x = rearrange(x, f"{self._pattern} -> b t s c")
         x = x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
         return rearrange(x, f"b t s c -> {self.grid.axes}")
@@ -367,7 +380,7 @@ class ModulePoints:
 
     def _cut(self, name: str, argument: Any, axes: list[str], rows: TokenRows) -> Any:
         if isinstance(argument, int):
-            return rows.count
+            return rows.num_computed
         sizes = rows.grid.sizes
         expected = [sizes.get(axis, size) for axis, size in zip(axes, argument.shape)]
         if argument.ndim != len(axes) or list(argument.shape) != expected:
@@ -376,7 +389,9 @@ class ModulePoints:
                 f"sizes {[sizes.get(axis, 'any') for axis in axes]}; correct arguments in the "
                 "ShardPlan"
             )
-        return argument.narrow(axes.index(ROW_AXIS[rows.layout]), rows.start, rows.count)
+        # Ranges without rows may begin behind the last one.
+        start = min(rows.start, rows.total - rows.num_computed)
+        return argument.narrow(axes.index(ROW_AXIS[rows.layout]), start, rows.num_computed)
 
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {m: name for name, m in self.model.named_modules()}
