@@ -24,8 +24,8 @@ CHUNK_LAUNCHES = 40
 
 @dataclass(frozen=True)
 class Link:
-    """What carries an exchange: its name, bytes per second that a rank sends, and seconds from the
-    launch to the first byte.
+    """The carrier of an exchange: its name, bytes per second that a rank sends, and seconds from
+    the launch to the first byte.
     """
 
     name: str
@@ -101,7 +101,7 @@ class CostModel:
                 )
 
     def link(self, *, spans_nodes: bool) -> Link:
-        """What carries the exchanges of a group of ranks."""
+        """The link that carries the exchanges of a group of ranks."""
         if spans_nodes:
             return Link("between nodes", self.network_bandwidth, self.network_latency)
         return Link("inside a node", self.bandwidth, self.latency)

@@ -56,7 +56,7 @@ class ModuleCall:
         return self.arguments[self._first]
 
     def run(self) -> Any:
-        """What the module returns."""
+        """Call the module with the arguments as they are now."""
         return self._forward(*self._bound.args, **self._bound.kwargs)
 
     def run_on(self, tokens: Tensor) -> Any:
@@ -69,7 +69,7 @@ class ModuleCall:
         return out
 
     def returned(self, tokens: Tensor) -> Any:
-        """What the caller gets, with these tokens as output."""
+        """The return value of the call, with these tokens as output."""
         return tokens if self._others is None else (tokens, *self._others)
 
 
@@ -324,7 +324,7 @@ class ModulePoints:
         after_backward(partial(self._drop_kept, earlier))
 
     def _drop_kept(self, ended: _Pass) -> None:
-        """What was kept for modules that this backward pass has not recomputed."""
+        """Drop received tokens of modules that this backward pass has not recomputed."""
         self._recomputed -= ended.kept.keys()
         ended.kept.clear()
 

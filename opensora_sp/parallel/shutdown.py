@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from opensora_sp.common.error_file import write_error_file
-
 FAILURE = "opensora_sp/failure"
 STORE_TIMEOUT = timedelta(seconds=5)
 
@@ -94,9 +92,8 @@ def report_failure(error: Exception) -> None:
     """Leave the error that ends this rank to the other ranks, in the store of the default group.
 
     The end of this process breaks their collectives. They call this function as well, and get the
-    first reason as a note of their errors. torchrun prints it last. Without a process group of
-    several ranks nothing is done. If rank 0 hosts the store, as without torchrun, its reason ends
-    with it.
+    first reason as a note of their errors. Without a process group of several ranks nothing is
+    done. If rank 0 hosts the store, as without torchrun, its reason ends with it.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -110,7 +107,6 @@ def report_failure(error: Exception) -> None:
 
     if first_reason.partition(":")[2] != reason.partition(":")[2]:
         error.add_note(f"first, {first_reason}")
-    write_error_file(first_reason)
 
 
 def _report(print_error: Callable[..., Any], kind: Any, error: Any, traceback: Any) -> None:

@@ -101,8 +101,8 @@ class InputCheck:
             self._refuse(model, entries)
 
     def _entries(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Entries:
-        """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
-        inputs.
+        """Entries that decide which bytes are sent: options, strategies, plan, modes, and the form
+        of the inputs.
 
         Of inputs, also inside of containers, these are shapes, dtypes and plain values.
         """
