@@ -24,8 +24,8 @@ from torch import nn
 
 from opensora_sp.config.sections import Lora
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES, page_sizes
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.strategies import strategy_for
 
 from .trace import Activations, meta_model

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import groups_with, nested_groups
 from opensora_sp.parallel.strategies import Strategy, strategy_for
 

@@ -105,7 +105,7 @@ def rank_findings(sabotage: bool) -> list[dict[str, str]]:
     if sabotage:
         plain = rank_checks._sample
         rank_checks._sample = lambda inputs, rank: plain(inputs, 0)
-        from opensora_sp.plugin.optimizer import SequenceZeroOptimizer
+        from opensora_sp.plugin.zero_optimizer import SequenceZeroOptimizer
 
         SequenceZeroOptimizer.step = lambda self: None
         return [verdicts(rank_checks.check_zero(CPU))]

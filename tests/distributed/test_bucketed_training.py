@@ -80,11 +80,6 @@ def test_a_run_logs_its_buckets_data_wait_and_corrupt_samples(folder: Path) -> N
     assert "some wait while others compute" in (folder / "2x1" / "train.log").read_text()
 
 
-@pytest.mark.slow
-def test_runs_in_other_worlds_log_the_same(other_worlds: Path) -> None:
-    assert_logged(other_worlds, WORLDS)
-
-
 def assert_logged(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         log = (folder / name / "train.log").read_text()

@@ -19,6 +19,7 @@ import pytest
 import torch
 from mixed_clips import BUCKETS, write_mixed_set
 from mixed_clips import TRAIN as BUCKETED
+from opensora_sp.features.cache_writer import check_reproducible
 from ranks import run_ranks
 from runs import ROOT, TRAIN, losses, write_toy_set
 from safetensors.torch import load_file
@@ -30,7 +31,6 @@ from opensora_sp.data.cache_files import CHECKSUM, Shard, in_fewest_bits, sealed
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.features.cached import check_made_of
-from opensora_sp.features.precompute import check_reproducible
 from opensora_sp.features.sources import Encoders
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.training.preflight import preflight

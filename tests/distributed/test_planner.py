@@ -5,8 +5,6 @@ the command.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,6 @@ from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import CommLedger, Options, SequenceMesh, layout, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.batches import batches_by_name
@@ -432,11 +429,6 @@ def test_a_gpu_sets_memory_and_rates_unless_the_config_has_a_cost_model(small: s
         plan(load_train_config(small), 4, gpu="A1")
 
 
-def test_groups_that_span_nodes() -> None:
-    assert not spans_nodes(16, 8, 8) and not spans_nodes(16, 2, 4) and not spans_nodes(4, 4, 8)
-    assert spans_nodes(16, 8, 4) and spans_nodes(12, 6, 4) and spans_nodes(12, 3, 4)
-
-
 def test_table_and_json_hold_the_same_numbers(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -514,20 +506,6 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
     a_switch = 5 * 4 / 2 * 24 * (2 if cfg.precision == "bf16" else 4) / 2
     assert bucket.traffic.mean == pytest.approx(2 * sent * a_switch)
     assert bucket.memory.peak.activations > 0
-
-
-@pytest.mark.slow
-def test_the_command_needs_no_colossalai(small: str) -> None:
-    code = (
-        "import sys; from opensora_sp.cli import main; main(sys.argv[1:]); "
-        "assert not {'colossalai', 'diffusers', 'transformers'} & set(sys.modules)"
-    )
-    command = [sys.executable, "-c", code, "plan", small, "--gpus", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent)
-    assert (done.returncode, done.stderr) == (
-        0,
-        "",
-    ) and "1 samples, 5 frames, 16 patches" in done.stdout
 
 
 def test_windows_are_traced_on_several_ranks() -> None:
