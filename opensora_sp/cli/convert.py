@@ -20,7 +20,7 @@ from opensora_sp.checkpoint.pretrained import check_vacant, saved_license
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import ModelSpec, load_inference_config, parse_override
-from opensora_sp.encoders.convert import convert_encoder, fetched, is_encoder
+from opensora_sp.encoders.conversion import convert_encoder, fetched, is_encoder
 from opensora_sp.models.base import ConditionedModel
 
 # Options that change weights or need to know the model.

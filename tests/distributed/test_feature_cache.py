@@ -29,8 +29,8 @@ from opensora_sp.data import CachedClip, CachedFeatures, ClipShape, Sample, Vide
 from opensora_sp.data.cache_files import CHECKSUM, Shard, in_fewest_bits, sealed
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
+from opensora_sp.features.cache_writer import check_reproducible
 from opensora_sp.features.cached import check_made_of
-from opensora_sp.features.precompute import check_reproducible
 from opensora_sp.features.sources import Encoders
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.training.preflight import preflight
@@ -46,7 +46,7 @@ class CutError(Exception):
 
 def made(config: Path, cache: Path, options: list[str], shards: int | None) -> int:
     """Make the cache, or so many shards of it; returns the clips that this rank has encoded."""
-    from opensora_sp.features import precompute as module
+    from opensora_sp.features import cache_writer as module
 
     write, latents = module.CacheWriter._write_shard, Encoders.latents
     written, encoded = [], []
@@ -400,7 +400,7 @@ def test_what_was_damaged_is_made_again(folder: Path, tmp_path: Path) -> None:
 
 def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
     """The watchdog's peer_timeout, and whether an error before any encoding reaches all ranks."""
-    from opensora_sp.features import precompute as module
+    from opensora_sp.features import cache_writer as module
 
     started = []
 

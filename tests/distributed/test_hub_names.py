@@ -30,7 +30,7 @@ from opensora_sp.checkpoint.hub import HubName
 from opensora_sp.checkpoint.pretrained import CARD, model_card, saved_license
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
-from opensora_sp.encoders.convert import fetched
+from opensora_sp.encoders.conversion import fetched
 from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
 from opensora_sp.integrations.diffusers import OpenSoraPipeline
 from opensora_sp.integrations.diffusers.folder import _within
