@@ -414,7 +414,7 @@ def live_tensors(shards: Any) -> dict[str, torch.Tensor]:
 
 def make_cache(folder: Path) -> None:
     """A cache of two shards. Called by all ranks."""
-    from opensora_sp.features import precompute as module
+    from opensora_sp.features import cache_writer as module
 
     with mock.patch.object(module, "CLIPS_PER_SHARD", 2):
         options = ["max_steps=4", *TINY]

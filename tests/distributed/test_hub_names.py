@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_hub import FakeHub, commit_of, use_hub
-from opensora_sp.encoders.conversion import fetched
 from own_disk import make_read_only, with_own_disk
 from random_weights import draw_weights
 from ranks import run_ranks
@@ -30,6 +29,7 @@ from opensora_sp.checkpoint.hub import HubName
 from opensora_sp.checkpoint.pretrained import CARD, model_card, saved_license
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
+from opensora_sp.encoders.conversion import fetched
 from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
 from opensora_sp.integrations.diffusers import OpenSoraPipeline
 from opensora_sp.integrations.diffusers.pipeline_folder import _within
