@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from jobs import Job, command_of
+from launched import WarmJob
 from moments import Moment
 from polling import wait_until
 from restarts import (
@@ -38,7 +39,6 @@ from restarts import (
     train_once,
 )
 from runs import write_toy_set, write_training
-from warm_jobs import WarmJob
 
 from campaigns.case import Case
 

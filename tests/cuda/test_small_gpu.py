@@ -120,15 +120,6 @@ def test_the_release_samples_within_12_gb(resolution: str) -> None:
         assert 0.95 < predicted / counted < 1.05, (name, predicted, counted)
 
 
-@pytest.mark.slow
-def test_weights_that_stay_on_the_device_do_not_fit_it() -> None:
-    """As without a placement: the text encoder alone leaves no room for the others."""
-    (estimate,) = plan(config("240p"), 1).buckets
-    assert estimate.sampling is not None and estimate.sampling.peak > MEMORY
-    with pytest.raises(Exception, match="out of memory"):
-        run_on_stub(on_sampling, "240p", 80e9, memory=int(MEMORY), timeout=900)
-
-
 def on_decoding(size: tuple[int, int]) -> int:
     """A chunk of Open-Sora 1.3 to frames; how many came."""
     vae = on_host(OpenSoraVAEv13, VAE_V13)

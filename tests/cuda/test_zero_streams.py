@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cuda_stub import requires_stub, run_on_stub
-from stream_checker import StreamChecker, start_group
+from cuda_stub import join, requires_stub, run_on_stub
+from stream_checker import StreamChecker
 from torch import Tensor, nn
 
 from opensora_sp.parallel import shutdown_process_group
@@ -162,7 +162,7 @@ def on_streams(
     optimizer_class: type = SequenceZeroOptimizer,
 ) -> list[list[list[str]]]:
     """The races of every run of every case, as one rank of ``world``."""
-    start_group(world // 3, world)
+    join(world=world, rank=world // 3)
     checker = StreamChecker()
 
     found = []
