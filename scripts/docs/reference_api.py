@@ -18,7 +18,6 @@ PACKAGES = (
     "data",
     "checkpoint",
     "config",
-    "planner",
     "sampling",
     "integrations.diffusers",
     "device_verification",
