@@ -9,7 +9,7 @@ from pathlib import Path
 from opensora_sp.checkpoint.pretrained import check_vacant
 from opensora_sp.common.files import SHIPPED, check_writable, shipped_name
 from opensora_sp.config import TrainConfig, load_train_config
-from opensora_sp.config.files import files_of
+from opensora_sp.config.config_file import files_of
 from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
 from opensora_sp.data.index import relative_entries
 

@@ -45,7 +45,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 MAX_BYTES = 64 << 20
-"""Largest JSON file; a feature cache's index may be larger."""
+"""Largest JSON file."""
 
 MAX_DEPTH = 100
 """Most brackets that may be open at a time."""

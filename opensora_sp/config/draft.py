@@ -65,7 +65,7 @@ class Draft:
                 return self.origins[key[:length]]
         return None
 
-    def set(self, key: str | Key, value: Any, origin: str) -> None:
+    def set(self, key: str | Key, setting: Any, origin: str) -> None:
         """Set a value. A dict replaces an existing one, and None removes it.
 
         Raises:
@@ -76,16 +76,16 @@ class Draft:
         last = _as_known(parent, last)
         key = (*above, last)
 
-        replaces_dict = isinstance(parent.get(last), dict) and not isinstance(value, dict)
-        if replaces_dict and value is not None:
+        replaces_dict = isinstance(parent.get(last), dict) and not isinstance(setting, dict)
+        if replaces_dict and setting is not None:
             raise ValueError(
-                f"got {dotted(key)} = {value!r} in the place of a dict (of {self.origin(key)}); "
+                f"got {dotted(key)} = {setting!r} in the place of a dict (of {self.origin(key)}); "
                 f"expected a dict; write {dotted(key)}.part=value for a part of it, or "
                 f"{dotted(key)}=None to have none [{origin}]"
             )
 
         self.forget(key)
-        parent[last] = _without_delete(value)
+        parent[last] = _without_delete(setting)
         self.origins[key] = origin
 
     def pop(self, key: str | Key) -> None:
@@ -119,12 +119,12 @@ def is_option(origin: str | None) -> bool:
 
 
 def leaves(values: dict[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """(key, value) of the leaves of nested dicts; an empty dict is a leaf."""
-    for part, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, (*above, part))
+    """(key, setting) of the leaves of nested dicts; an empty dict is a leaf."""
+    for part, setting in values.items():
+        if isinstance(setting, dict) and setting:
+            yield from leaves(setting, (*above, part))
         else:
-            yield (*above, part), value
+            yield (*above, part), setting
 
 
 def _as_known(values: dict[Any, Any], part: Any) -> Any:

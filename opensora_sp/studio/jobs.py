@@ -16,9 +16,9 @@ from opensora_sp.config import load_inference_config
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.sampling.requests import file_name, requests_of
 from opensora_sp.sampling.run import preflight, resolved_sources
-from opensora_sp.sampling.session import Work
 
 from .folders import SAMPLING, Folders
+from .session import Work
 
 
 @dataclass(eq=False)

@@ -49,17 +49,17 @@ from opensora_sp.data import (
     read_frames,
     read_video,
 )
+from opensora_sp.data.cache_files import FORMAT, ShardContent, file_checksum, sealed
 from opensora_sp.data.cache_files import Shard as CacheShard
-from opensora_sp.data.cache_files import ShardContent, file_checksum, index_of, sealed
 from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
-from opensora_sp.sampling.conditioning import parse_prompt
+from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.sampling.requests import check_requests, requests_of
+from opensora_sp.training.checkpointing import find_checkpoint, find_good
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_run_dir
-from opensora_sp.training.resuming import find_checkpoint, find_good
 
 pytestmark = pytest.mark.campaign(
     bar="nothing executed, no read or write outside, memory within budget", size=200
@@ -490,7 +490,7 @@ def prompts(attack: Attack) -> Reader:
         "\0\x1b[2J",
     ]
     if random.random() < 0.5:
-        head = "prompt,num_frames,seed,fps,height,width,reference_path,mask_strategy\n"
+        head = "prompt,num_frames,seed,fps,resolution,aspect_ratio,reference_path,mask_strategy\n"
         cells = [str(attack.poison)[:500] for _ in range(5)]
         text = head + "a cat," + ",".join(cells) + f",{own['reference_path']},0\n"
         path = place(attack, "prompts.csv", text.encode(errors="replace"))
@@ -557,10 +557,17 @@ def feature_cache(attack: Attack) -> Reader:
     (folder / name).write_bytes(shard.to_bytes())
     (folder / "clips.jsonl").write_text('{"path": "/0.mp4", "text": "a"}\n' * 2)
     source = {"channels": 2, "width": 5, "max_length": 4}
-    index = index_of(made_of, source, {SIZE: (2, 4, 4)}, [CacheShard.read(folder / name)])
-    index = json.loads(json.dumps(index))
+    index = {
+        "format": FORMAT,
+        "made_of": made_of,
+        "source": source,
+        "sizes": {"x".join(map(str, SIZE)): [2, 4, 4]},
+        "shards": {name: CacheShard.read(folder / name).checksum},
+        "outdated": [],
+        "manifest_columns": {},
+    }
     if random.random() < 0.3:
-        index["shards"][0] = attack.path_out
+        index["shards"] = {attack.path_out: 1}
     elif random.random() < 0.8:
         index = mutated(index, attack, random.randint(1, 3))
     if random.random() < 0.2:

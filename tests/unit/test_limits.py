@@ -26,6 +26,7 @@ from runs import ROOT
 from opensora_sp.checkpoint import open_adapters, open_weights, saved_config, verify
 from opensora_sp.checkpoint.checkpoint_folder import resolve_inside
 from opensora_sp.checkpoint.pretrained import saved_license
+from opensora_sp.cli.sample import parse
 from opensora_sp.common.files import parse_json
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import (
@@ -45,7 +46,7 @@ from opensora_sp.data.index import check_captions, read_captions
 from opensora_sp.data.video import count_frames, probe
 from opensora_sp.runtime.cost_model_file import read_cost_model
 from opensora_sp.runtime.run_lock import Holder
-from opensora_sp.sampling import parse, prompts, read_prompts
+from opensora_sp.sampling import prompts, read_prompts
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.sampling.run import preflight
 from opensora_sp.training.metrics import read_metrics
