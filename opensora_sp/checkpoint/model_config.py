@@ -128,7 +128,7 @@ def choose_config(
         source: path of the weights.
         saved: content of their ``config.json``.
         model: class or preset.
-        overrides: settings that replace those of ``config.json`` or of the preset.
+        overrides: settings that replace values of ``config.json`` or of the preset.
         num_tensors: how many tensors the weights have, which bounds the number of blocks.
 
     Raises:

@@ -188,7 +188,7 @@ def _tensor(file: Tensor, entry: TensorEntry, storages: Mapping[str, range]) -> 
         raise ValueError(f"no shape and stride of at most {MAX_DIMS} dimensions")
     if not isinstance(entry.storage, Storage) or not isinstance(entry.dtype, torch.dtype):
         raise ValueError("no storage, or no dtype")
-    # Not shown: what is no number can have a text of any length.
+    # Not shown: other content can have a text of any length.
     for number in (entry.offset, *entry.shape, *entry.stride):
         if type(number) is not int or not 0 <= number <= len(file):
             raise ValueError("an offset, a size or a stride that is no number of elements of it")

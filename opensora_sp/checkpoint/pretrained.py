@@ -75,7 +75,7 @@ def from_pretrained(
         lora: LoRA adapters to merge into the weights, each ``PATH`` or ``PATH:SCALE``; see
             ``opensora_sp.checkpoint.adapters``.
         dtype: of the result, by default as stored. Rotary frequencies are not rounded.
-        config: settings that replace those of ``config.json`` or of the preset.
+        config: settings that replace values of ``config.json`` or of the preset.
 
     Returns:
         The model on the CPU, in memory that it shares with no file.
