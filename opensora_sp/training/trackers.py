@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from opensora_sp.checkpoint import FileSystem
 from opensora_sp.common.files import read_small_file
@@ -46,7 +46,8 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
+        folder = str(run_dir / "tensorboard")
+        self._writer = cast(Any, SummaryWriter(folder, purge_step=start + 1))
         # add_hparams would make another run of them, in a folder below.
         shown: dict[str, float | None] = {"loss": None, "validation/loss": None}
         for summary in hparams(flattened(hyperparameters), shown)[:2]:

@@ -213,7 +213,8 @@ def test_less_stays_on_the_device_the_less_memory_is_free(
     for peak in (peaks[0], peaks[3]):
         # Of several that take as much, the first.
         one = candidates[peaks.index(peak)]
-        chosen, estimate = placed(cfg, spec, *model, memory=peak)
+        run.memory = (peak + 1) / FREE_SHARE
+        chosen, estimate = placed(run, spec, memory)
         assert (chosen.vae, chosen.text_encoder) == (one.vae, one.text_encoder)
         assert estimate.peak == peak
 
