@@ -204,6 +204,7 @@ class Common(Strict):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Common:
+        # Sizes first: the rules read them.
         self._one_frame_size()
         self._one_latent_size()
         raise_together(*self._rules())

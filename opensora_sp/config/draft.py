@@ -84,6 +84,7 @@ class Draft:
                 f"{dotted(key)}=None to have none [{origin}]"
             )
 
+        # Keys below it were set in the value that is replaced.
         self.forget(key)
         parent[last] = _without_delete(setting)
         self.origins[key] = origin

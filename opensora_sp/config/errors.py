@@ -48,6 +48,7 @@ def raise_together(*checks: Callable[[], object] | str) -> None:
         except ValueError as error:
             messages += messages_of(error)
     if messages:
+        # Several checks may find the same.
         raise ConfigError(dict.fromkeys(messages))
 
 

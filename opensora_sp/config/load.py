@@ -137,6 +137,7 @@ def load_draft(
         raise ValueError(_other_run(draft, path, run))
 
     try:
+        # Before translation: options may have keys of Open-Sora, too.
         apply_options(draft, overrides or [])
         # A config has one size: an option's size takes the place of any other.
         if values and "resolution" in values:
