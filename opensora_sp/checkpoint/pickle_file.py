@@ -118,7 +118,9 @@ def _unwrap(content: Any, *, ema: bool) -> tuple[dict[str, TensorEntry], tuple[s
         # A dict may be within itself.
         if key is None or len(notes) == MAX_WRAPPERS:
             break
-        notes.append(_printable(f"took {key!r} of the keys {_first_keys(content)}"))
+        # There can be any number of keys, of any length.
+        keys = [key if isinstance(key, int) else key[:60] for key in islice(content, 6)]
+        notes.append(_printable(f"took {key!r} of the keys {keys}"))
         content = content[key]
 
     problem = _not_a_state_dict(content)
@@ -147,11 +149,6 @@ def _shown(content: Any) -> str:
     if isinstance(content, str):
         return repr(content[:60])
     return repr(content) if isinstance(content, int | float) else type(content).__name__
-
-
-def _first_keys(content: Mapping[Any, Any]) -> list[Any]:
-    """Some keys of a dict, which can have any number of any length."""
-    return [key if isinstance(key, int) else key[:60] for key in islice(content, 6)]
 
 
 def _map(file: Path) -> Tensor:

@@ -249,12 +249,9 @@ class Saver:
             yield local
 
             for rank in range(1, self._world if part.sharded else 1):
-                yield self._receive_from(rank, local)
-
-    def _receive_from(self, rank: int, like: Tensor) -> Tensor:
-        received = torch.empty_like(like)
-        dist.recv(received, src=rank, group=self._group)
-        return received
+                received = torch.empty_like(local)
+                dist.recv(received, src=rank, group=self._group)
+                yield received
 
 
 class on_rank_0:  # noqa: N801  (used like a function)

@@ -83,7 +83,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors",
-        "opensora-sp convert outputs/first weights/first --ema",
+        "opensora-sp convert outputs/first weights/first",
         "convert_weights",
     ),
     "doctor": Command(

@@ -20,14 +20,14 @@ from opensora_sp.checkpoint.pretrained import check_vacant, saved_license
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import ModelSpec, load_inference_config, parse_override
-from opensora_sp.encoders.convert import convert_encoder, fetched, is_encoder
+from opensora_sp.encoders.conversion import convert_encoder, fetched, is_encoder
 from opensora_sp.models.base import ConditionedModel
 
 # Options that change weights or need to know the model.
 OF_MODELS = (
     "model",
     "options",
-    "ema",
+    "no_ema",
     "dtype",
     "merge_lora",
     "license",
@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     add("--options", nargs="+", default=[], metavar="KEY=VALUE", help=options)
     add_allow_pickle(parser)
 
-    add("--ema", action="store_true", help="convert the EMA weights")
+    ema = "take the trained weights and adapters of runs, not their EMA"
+    add("--no-ema", action="store_true", help=ema)
     dtype = "round to this (default: as stored)"
     add("--dtype", choices=("fp32", "bf16", "fp16"), help=dtype)
     size = "largest file, bytes or with a unit (default: 5GB)"
@@ -140,7 +141,7 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
         source,
         model=args.model,
         allow_pickle=args.allow_pickle,
-        ema=args.ema,
+        ema=not args.no_ema,
         convert=convert,
         lora=args.merge_lora,
         dtype=DTYPES[args.dtype] if args.dtype else None,
@@ -158,7 +159,8 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
         save_pretrained(model, args.target, **written)
 
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    return f"{type(model).__name__}, {millions:.1f} M parameters, {model.dtype}"
+    kind = "trained weights" if args.no_ema else "EMA weights where there are any"
+    return f"{type(model).__name__}, {millions:.1f} M parameters, {model.dtype}, {kind}"
 
 
 def _write_pipeline(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opensora_sp.common.console import Parser, add_allow_pickle, add_cfg_options
 from opensora_sp.common.files import atomic_write, check_writable
-from opensora_sp.evaluation.run import Settings, evaluate
+from opensora_sp.evaluation.evaluate import Settings, evaluate
 from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from opensora_sp.common.console import config_arguments
 from opensora_sp.config import load_train_config
-from opensora_sp.features.precompute import precompute
+from opensora_sp.features.cache_writer import precompute
 from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 
 

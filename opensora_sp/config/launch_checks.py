@@ -14,7 +14,7 @@ import torch
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.models.kernels import check_kernels
-from opensora_sp.parallel import check_sp_size
+from opensora_sp.parallel.mesh import check_sp_size
 from opensora_sp.parallel.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from opensora_sp.data.captions import Captions
 from opensora_sp.data.resolutions import named_frames, named_size
 from opensora_sp.models.lora import DEFAULT_TARGETS
-from opensora_sp.parallel import Options
+from opensora_sp.parallel.options import Options
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Frames = Annotated[int, BeforeValidator(named_frames)]

@@ -1,7 +1,7 @@
 """The files of a feature cache.
 
     cache/
-      index.json                the fingerprint, the shard of each clip, and the corrupt clips
+      index.json                the fingerprint, sizes of latents, names and checksums of the shards
       clips.jsonl               the manifest that the features were made of
       shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w],
       "text/<clip>" [tokens, W], "extra/<clip>/<frames>x<height>x<width>/<name>" for further inputs
@@ -10,8 +10,8 @@
 
 Clips are numbered by their line in the manifest. The header of a shard holds as JSON what its
 features were made of, the frame rates of its clips (``fps``), the states of their files (``files``)
-and the clips that could not be read (``broken``), so the index can always be rebuilt from the
-shards. Numbers are kept in 16 bits where that loses nothing. The JSON of header and index holds a
+and the clips that could not be read (``broken``). Of a clip that several shards hold, the last one
+counts. Numbers are kept in 16 bits where that loses nothing. The JSON of header and index holds a
 checksum of itself.
 
 Legend: c latent channels, f x h x w latent size, W width of text features.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +34,8 @@ from opensora_sp.common.files import parse_json, read_json
 
 from .dataset import ClipShape
 
-FORMAT = 1
+FORMAT = 2
 INDEX, MANIFEST = "index.json", "clips.jsonl"
-# Of about 20 M clips.
-INDEX_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20
 CHECKSUM, MANIFEST_CHECKSUM = "crc32", "manifest_crc32"
 Key = tuple[int, ClipShape]
@@ -80,6 +78,7 @@ class Shard:
     """The header of one shard file."""
 
     path: Path
+    checksum: int
     made_of: dict[str, Any]  # the fingerprint
     fps: dict[Key, float]
     files: dict[Key, list[FileState]]  # states of the files that were read
@@ -111,7 +110,7 @@ class Shard:
                 files[clip, parse_shape(shape)] = [FileState(*state) for state in states]
             for clip, shape, source, reason in header["broken"]:
                 corrupt[clip, parse_shape(shape)] = source, reason
-            return cls(path, header["made_of"], fps, files, texts, corrupt)
+            return cls(path, header[CHECKSUM], header["made_of"], fps, files, texts, corrupt)
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
@@ -245,64 +244,6 @@ def check_seal(content: dict[str, Any]) -> None:
         raise ValueError("its checksum differs")
 
 
-def index_of(
-    made_of: dict[str, Any],
-    source: dict[str, int],
-    sizes: dict[ClipShape, tuple[int, int, int]],
-    shards: list[Shard],
-    outdated: Collection[Key] = (),
-) -> dict[str, Any]:
-    """The content of ``index.json``, without a checksum.
-
-    Args:
-        made_of: the fingerprint, by part.
-        source: channels, width and max_length of the encoders.
-        sizes: of the latents of each shape.
-        shards: all there are; of a clip that several hold the last one counts.
-        outdated: clips that are left out, of files that have another content now.
-    """
-    shard_of: dict[Key, int] = {}
-    fps: dict[Key, float] = {}
-    texts: dict[int, tuple[int, int]] = {}
-    corrupt: dict[Key, tuple[str, str]] = {}
-    for number, shard in enumerate(shards):
-        shard_of |= dict.fromkeys(shard.fps, number)
-        fps |= shard.fps
-        texts |= {clip: (number, tokens) for clip, tokens in shard.texts.items()}
-        corrupt |= shard.corrupt
-    for key in outdated:
-        fps.pop(key, None)
-
-    latents = {}
-    for shape, size in sizes.items():
-        keys = sorted(key for key in fps if key[1] == shape)
-        latents[shape_name(shape)] = {
-            "size": size,
-            "clips": [clip for clip, _ in keys],
-            "shards": [shard_of[key] for key in keys],
-            "fps": [fps[key] for key in keys],
-        }
-
-    unreadable = []
-    for (clip, shape), why in sorted(corrupt.items()):
-        if (clip, shape) not in fps:
-            unreadable.append([clip, shape_name(shape), *why])
-    clips = sorted(texts)
-    return {
-        "format": FORMAT,
-        "made_of": made_of,
-        "source": source,
-        "shards": [shard.path.name for shard in shards],
-        "latents": latents,
-        "texts": {
-            "clips": clips,
-            "shards": [texts[clip][0] for clip in clips],
-            "tokens": [texts[clip][1] for clip in clips],
-        },
-        "broken": unreadable,
-    }
-
-
 def read_index(folder: Path) -> dict[str, Any]:
     """The index of a cache.
 
@@ -317,7 +258,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         )
     check_files(folder, [INDEX])
     try:
-        index: dict[str, Any] = read_json(folder / INDEX, max_bytes=INDEX_BYTES)
+        index: dict[str, Any] = read_json(folder / INDEX)
         check_seal(index)
     except (ValueError, TypeError, AttributeError) as error:
         raise damaged_index(folder, str(error)) from None

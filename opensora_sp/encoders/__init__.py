@@ -6,8 +6,8 @@ from typing import Any
 
 from opensora_sp.common.importing import component_class
 
-from .base import LatentEncoder, Piece, TextEncoder, decoded_pieces, independent_pieces
 from .huggingface import ImageVAE
+from .interface import LatentEncoder, Piece, TextEncoder, decoded_pieces, independent_pieces
 from .open_sora_vae import OpenSoraVAE
 from .open_sora_vae_v13 import OpenSoraVAEv13
 from .standins import HashedBagOfWords, PatchDCTVAE, PatchPoolVAE

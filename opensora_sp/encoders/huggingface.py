@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opensora_sp.common.tensors import DTYPES
 
-from .base import check_latent_frames
+from .interface import check_latent_frames
 from .loading import Dtype, FrozenEncoder, load_tensors, saved_config
 
 logger = logging.getLogger(__name__)

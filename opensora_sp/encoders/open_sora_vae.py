@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from opensora_sp.common.tensors import DTYPES
 
-from .base import check_latent_frames, independent_pieces
 from .huggingface import SD_VAE, FrameAutoencoder, current_name, spatial_factor
+from .interface import check_latent_frames, independent_pieces
 from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
 from .video_vae import TemporalVAE
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import DTYPES
 
-from .base import chunks
+from .interface import chunks
 from .latent_statistics import STATISTICS
 from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
 from .space_time_vae import FrameStep, SpaceTimeVAE, tile_convolutions

@@ -8,5 +8,5 @@ Read in this order:
 ``sharded``          the features of one micro-batch, encoded and exchanged by a group of ranks
 ``corrupt_samples``  the count of files that could not be read
 ``batch``            random draws of a micro-batch, and the arguments of model and loss
-``precompute``       writes a feature cache; ``cached`` checks that it fits a config
+``cache_writer``     writes a feature cache; ``cached`` checks that it fits a config
 """

@@ -29,9 +29,10 @@ from opensora_sp.models.registry import (
     model_class,
     resolve_config,
 )
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CostModel, Link, preset_of
+from opensora_sp.parallel.cost_model import CostModel, Link
+from opensora_sp.parallel.gpus import preset_of
+from opensora_sp.parallel.options import Options
 from opensora_sp.runtime.cost_model_file import device_name
 
 from .seconds import ModelCosts, seconds_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opensora_sp.parallel.debug.communication import communicating
 
-from .optimizer import GATHERED_BUCKETS, SequenceZeroOptimizer
+from .zero_optimizer import GATHERED_BUCKETS, SequenceZeroOptimizer
 
 
 class LocalGradients:

@@ -192,13 +192,13 @@ def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> Inferen
     # On GPUs alone.
     from opensora_sp.planner.batches import BatchSpec
     from opensora_sp.planner.run_estimator import RunEstimator
-    from opensora_sp.planner.sampling_memory import FREE_SHARE
+    from opensora_sp.planner.sampling_memory import FREE_SHARE, placed
 
     spec = BatchSpec(*largest_batch(groups))
     cfg = cfg.model_copy(update=dict(sp_size=groups.sp_size))
     run = RunEstimator(cfg, groups.sp_size, free)
     memory = run.memory_of(run.latents(spec), groups.sp_size)
-    chosen, estimate = run.sampling_memory(spec, memory)
+    chosen, estimate = placed(run, spec, memory)
 
     logger.info("memory, of %.3f GB free: %s", free / 1e9, estimate.describe())
     if estimate.peak > FREE_SHARE * free:

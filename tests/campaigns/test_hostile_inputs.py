@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import from_pretrained, open_weights, write_model_config
-from opensora_sp.checkpoint.folder import _commit_text, to_json
+from opensora_sp.checkpoint.checkpoint_folder import _commit_text, to_json
 from opensora_sp.config import InferenceConfig, load_inference_config, load_train_config
 from opensora_sp.data import (
     CachedFeatures,
@@ -49,17 +49,17 @@ from opensora_sp.data import (
     read_frames,
     read_video,
 )
+from opensora_sp.data.cache_files import FORMAT, ShardContent, file_checksum, sealed
 from opensora_sp.data.cache_files import Shard as CacheShard
-from opensora_sp.data.cache_files import ShardContent, file_checksum, index_of, sealed
 from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.sampling.requests import check_requests, requests_of
+from opensora_sp.training.checkpointing import find_checkpoint, find_good
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_run_dir
-from opensora_sp.training.resuming import find_checkpoint, find_good
 
 pytestmark = pytest.mark.campaign(
     bar="nothing executed, no read or write outside, memory within budget", size=200
@@ -245,14 +245,13 @@ def pickled_weights(attack: Attack) -> Reader:
     name = attack.random.choice(["pytorch_model.bin", "a.pt", "model", "model.safetensors"])
     path, random = attack.folder / name, attack.random
     state = {"a": torch.ones(3), "b": torch.arange(6).view(2, 3)}
-    options = {"_use_new_zipfile_serialization": random.random() < 0.6}
     attacks: list[Callable[[], Any]] = [
         lambda: torch.save({**state, "c": RunsWhenUnpickled(attack.outside.folder / "ran")}, path),
         lambda: path.write_bytes(pickle.dumps(RunsWhenUnpickled(attack.outside.folder / "ran"))),
         lambda: path.write_bytes(random_pickle(attack)),
         lambda: write_torchscript(path, attack.outside.folder / "written"),
         lambda: write_archive(path, attack),
-        lambda: flip_bytes(state, path, random, options),
+        lambda: flip_bytes(state, path, random),
     ]
     random.choice(attacks)()
     os.utime(path)
@@ -260,8 +259,8 @@ def pickled_weights(attack: Attack) -> Reader:
     return partial(read_weights, path, allow_pickle=allowed)
 
 
-def flip_bytes(state: dict, path: Path, random: Random, options: dict[str, bool]) -> None:
-    torch.save(state, path, **options)
+def flip_bytes(state: dict, path: Path, random: Random) -> None:
+    torch.save(state, path)
     data = bytearray(path.read_bytes())
     for _ in range(random.randint(1, 20)):
         data[random.randrange(len(data))] = random.randrange(256)
@@ -558,10 +557,17 @@ def feature_cache(attack: Attack) -> Reader:
     (folder / name).write_bytes(shard.to_bytes())
     (folder / "clips.jsonl").write_text('{"path": "/0.mp4", "text": "a"}\n' * 2)
     source = {"channels": 2, "width": 5, "max_length": 4}
-    index = index_of(made_of, source, {SIZE: (2, 4, 4)}, [CacheShard.read(folder / name)])
-    index = json.loads(json.dumps(index))
+    index = {
+        "format": FORMAT,
+        "made_of": made_of,
+        "source": source,
+        "sizes": {"x".join(map(str, SIZE)): [2, 4, 4]},
+        "shards": {name: CacheShard.read(folder / name).checksum},
+        "outdated": [],
+        "manifest_columns": {},
+    }
     if random.random() < 0.3:
-        index["shards"][0] = attack.path_out
+        index["shards"] = {attack.path_out: 1}
     elif random.random() < 0.8:
         index = mutated(index, attack, random.randint(1, 3))
     if random.random() < 0.2:

@@ -90,7 +90,7 @@ class Trained:
         from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
         from opensora_sp.plugin._colossalai import Booster
         from opensora_sp.training.checkpointing import TrainingState, fixed_tensors
-        from opensora_sp.training.ema import ShardedEma
+        from opensora_sp.training.trainable import ShardedEma
 
         place = LAYOUTS.index(layout)
         self.stage, self.precision = 1 + place % 2, "bf16" if place % 3 == 2 else "fp32"

@@ -58,7 +58,7 @@ BEGIN: dict[str, list[str]] = {
         f"{METRICS}Reporter.__init__",
     ],
     "metrics": [f"{METRICS}Reporter.log", f"{METRICS}append_line"],
-    "log": [f"{METRICS}log_line", f"{STEPS_OF_RUN}DelayedResults.settle"],
+    "log": [f"{METRICS}log_line", "opensora_sp.training.step_log:DelayedResults.settle"],
     "videos": [
         "opensora_sp.training.validation:write_batch",
         "opensora_sp.sampling.pipeline:Pipeline.looped",

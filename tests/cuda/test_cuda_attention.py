@@ -13,7 +13,7 @@ from cuda_stub import Recording, phase, requires_stub, run_on_stub
 
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
-from opensora_sp.models.conditioning import Text
+from opensora_sp.models.conditions import Text
 
 pytestmark = requires_stub
 WIDTH, HEADS = 144, 2

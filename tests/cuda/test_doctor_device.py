@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from opensora_sp.cli import main
 from opensora_sp.models.kernels import examples
-from opensora_sp.runtime.doctor.device import CHECKS, Finding, Setup, run, setup_for
+from opensora_sp.runtime.doctor.device import CHECKS, Finding, Setup, examination, setup_for
 from opensora_sp.runtime.doctor.device import attention as attention_checks
 from opensora_sp.runtime.doctor.device import kernels as kernel_checks
 from opensora_sp.runtime.doctor.device import models as model_checks
@@ -105,7 +105,7 @@ def rank_findings(sabotage: bool) -> list[dict[str, str]]:
     if sabotage:
         plain = rank_checks._sample
         rank_checks._sample = lambda inputs, rank: plain(inputs, 0)
-        from opensora_sp.plugin.optimizer import SequenceZeroOptimizer
+        from opensora_sp.plugin.zero_optimizer import SequenceZeroOptimizer
 
         SequenceZeroOptimizer.step = lambda self: None
         return [verdicts(rank_checks.check_zero(CPU))]
@@ -146,7 +146,7 @@ def passing(setup: Setup) -> Iterator[Finding]:
 def test_a_failing_check_stops_no_other_and_sets_the_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "CHECKS", {"wrong": raising, "right": passing})
+    monkeypatch.setattr(examination, "CHECKS", {"wrong": raising, "right": passing})
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--device", "cpu"])
     table = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_a_failing_check_stops_no_other_and_sets_the_exit_code(
     assert "RuntimeError: CUDA error: an illegal memory access\n" in table and "advice" not in table
     assert "after" in table and "1 of 3 findings failed" in table
 
-    monkeypatch.setattr(run, "CHECKS", {"right": passing})
+    monkeypatch.setattr(examination, "CHECKS", {"right": passing})
     main(["doctor", "--device", "cpu", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["facts"]["torch"] == torch.__version__
@@ -173,7 +173,7 @@ def stopping(setup: Setup) -> Iterator[Finding]:
 def test_a_run_that_is_stopped_leaves_what_it_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(run, "CHECKS", {"right": passing, "slow": stopping})
+    monkeypatch.setattr(examination, "CHECKS", {"right": passing, "slow": stopping})
     file = tmp_path / "doctor.json"
     outputs = []
     for options in ([str(file)], []):
@@ -203,9 +203,9 @@ def on_device() -> tuple[dict[str, str], list[str]]:
     # test_kernels_on_stub.py has the kernels, which take long to compile.
     left_out = ("ranks", "compiled blocks", *kernel_checks.KERNEL_CHECKS)
     names = [name for name in CHECKS if name not in left_out]
-    run.CHECKS = {name: CHECKS[name] for name in names}
+    examination.CHECKS = {name: CHECKS[name] for name in names}
     setup = Setup(torch.device("cuda", 0), num_ranks=1, small=True)
-    examined = run.examine_device(setup)
+    examined = examination.examine_device(setup)
     json.dumps(examined.to_dict(), allow_nan=False)
     return {finding.name: finding.verdict for finding in examined.findings}, [
         finding.note for finding in examined.findings if finding.got is None and not finding.skipped

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
-from opensora_sp.models.conditioning import Conditioning, Text
+from opensora_sp.models.conditions import Conditioning, Text
 from opensora_sp.models.functions import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
 from opensora_sp.parallel import SequenceMesh, parallelize
@@ -244,9 +244,9 @@ def test_any_run_of_rows_takes_its_samples_entries(layout: str, masked: bool) ->
         for stop in range(start, whole.total + 1):
             rows = whole.take(start, stop)
             weights = torch.randn(2, rows.count, rows.length, 8, dtype=torch.float64)
-            condition = Conditioning(
-                modulation, given, Text(torch.zeros(3, 8), [1, 1, 1])
-            ).temporal(rows)
+            condition = Conditioning(modulation, given, Text(torch.zeros(3, 8), [1, 1, 1])).of(
+                TEMPORAL, rows
+            )
             entries = condition.entries(torch.zeros(2, 8, dtype=torch.float64), 4, None)
             found = torch.stack([laid_out(entry, rows) for entry in entries])
 

@@ -12,8 +12,9 @@ from cuda_stub import join, phase, requires_stub, run_on_stub
 from planted_kernels import SIZES, plant
 from runs import TRAIN, write_toy_set
 
+from opensora_sp import device_verification
 from opensora_sp.config import load_train_config
-from opensora_sp.device_verification import choose_kernels, kernels
+from opensora_sp.device_verification import choose_kernels
 from opensora_sp.models.kernels import chosen, set_kernels
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.verification import verify_kernel
@@ -65,9 +66,9 @@ def verify():
     phase("verify")
     found = verify_kernel("planted", SIZES, torch.bfloat16, device)
     phase("choose")
-    kernels.kernel_names = lambda: ["planted"]
+    device_verification.kernel_names = lambda: ["planted"]
     messages = logging.handlers.BufferingHandler(100)
-    kernels.logger.addHandler(messages)
+    device_verification.logger.addHandler(messages)
     used = choose_kernels("auto", MODEL, dtype=torch.bfloat16, device=device)
     phase("end")
     return [one.ok for one in found], used, [one.getMessage() for one in messages.buffer]
@@ -87,7 +88,7 @@ def test_verification_launches_forward_and_backward_and_refuses_garbage(tmp_path
 
 def linear_gelu_without_gradients():
     """In 16 bits, with no token, in fp32, with weights in fp32 under autocast; with gradients."""
-    from opensora_sp.models.kernels import linear_gelu
+    from opensora_sp.models.kernels.fused import linear_gelu
 
     set_kernels("triton")
     x, weight, bias = (
@@ -131,7 +132,7 @@ def train(config, setting):
     from opensora_sp.training.preflight import preflight
     from opensora_sp.training.trainer import Trainer
 
-    kernels.verify_kernel = lambda *args: []
+    device_verification.verify_kernel = lambda *args: []
     join(world=2)
     options = ["precision=bf16", "num_workers=0", f"kernels={setting}"]
     cfg = load_train_config(config, options)

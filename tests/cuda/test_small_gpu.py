@@ -21,7 +21,8 @@ from opensora_sp.encoders import OpenSoraVAE, OpenSoraVAEv13, T5TextEncoder
 from opensora_sp.encoders.loading import FrozenEncoder
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.planner import BatchSpec, plan
+from opensora_sp.planner.batches import BatchSpec
+from opensora_sp.planner.run_plan import plan
 from opensora_sp.planner.sampling_memory import EncoderTracer
 from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline

@@ -28,7 +28,7 @@ from opensora_sp.models.layers import used_tokens
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
-from opensora_sp.training.meter import Meter
+from opensora_sp.training.step_log import Meter
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 WORDS = 6  # tokens of a caption at most

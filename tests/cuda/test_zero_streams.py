@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.plugin._colossalai import LowLevelZeroOptimizer, colossalai
 from opensora_sp.plugin.local_gradients import AccumulatingZeroOptimizer, LocalGradients
-from opensora_sp.plugin.optimizer import SequenceZeroOptimizer
+from opensora_sp.plugin.zero_optimizer import SequenceZeroOptimizer
 
 
 class Model(nn.Module):
@@ -74,7 +74,7 @@ def on_meaningless_values(base: type) -> type:
 
 
 ZERO = "zero/low_level/low_level_optim.py"
-OURS = "plugin/optimizer.py"
+OURS = "plugin/zero_optimizer.py"
 
 # What orders the streams: an owner, its method, and the file from which it is called.
 FAULTS: dict[str, list[tuple[Any, str, str]]] = {

@@ -29,8 +29,8 @@ from opensora_sp.data import CachedClip, CachedFeatures, ClipShape, Sample, Vide
 from opensora_sp.data.cache_files import CHECKSUM, Shard, in_fewest_bits, sealed
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.encoders.loading import weights_digest
+from opensora_sp.features.cache_writer import check_reproducible
 from opensora_sp.features.cached import check_made_of
-from opensora_sp.features.precompute import check_reproducible
 from opensora_sp.features.sources import Encoders
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.training.preflight import preflight
@@ -46,7 +46,7 @@ class CutError(Exception):
 
 def made(config: Path, cache: Path, options: list[str], shards: int | None) -> int:
     """Make the cache, or so many shards of it; returns the clips that this rank has encoded."""
-    from opensora_sp.features import precompute as module
+    from opensora_sp.features import cache_writer as module
 
     write, latents = module.CacheWriter._write_shard, Encoders.latents
     written, encoded = [], []
@@ -177,7 +177,7 @@ def test_training_from_the_cache_has_the_losses_of_encoding_on_the_fly(
 @pytest.mark.slow
 def test_an_interrupted_cache_resumes_with_what_is_missing(folder: Path) -> None:
     first, second, third = json.loads((folder / "encoded.json").read_text())
-    index = json.loads((folder / "cache" / "index.json").read_text())
+    cache = CachedFeatures(str(folder / "cache"))
 
     # One shard of each rank, which stays as it is.
     assert len(list((folder / "first").iterdir())) == 2
@@ -188,15 +188,17 @@ def test_an_interrupted_cache_resumes_with_what_is_missing(folder: Path) -> None
 
     # Each clip is encoded once. A finished cache is left alone; corrupt samples are tried again.
     latents = set()
-    for shape, one in index["latents"].items():
-        latents |= {(clip, shape) for clip in one["clips"]}
+    for shape, clips in cache.latents.items():
+        latents |= {(clip, shape) for clip in clips}
     assert min(first[:2]) > 0 and min(second[:3]) > 0
     assert sum(first[:2]) + sum(second[:3]) == len(latents)
     assert third[0] == 0
-    broken = {(clip, Path(file).name) for clip, _, file, _ in index["broken"]}
+    broken = {(clip, Path(sample.path).name) for (clip, _), sample in cache.corrupt.items()}
     assert broken and broken <= {(3, "3.png"), (13, "13.mp4")}
 
-    names = list(chain.from_iterable(load_file(folder / "cache" / one) for one in index["shards"]))
+    names = list(
+        chain.from_iterable(load_file(folder / "cache" / name) for name in cache.index["shards"])
+    )
     texts = [name for name in names if name.startswith("text/")]
     assert sorted(texts) == sorted(f"text/{clip}" for clip in {clip for clip, _ in latents})
 
@@ -398,7 +400,7 @@ def test_what_was_damaged_is_made_again(folder: Path, tmp_path: Path) -> None:
 
 def fail_to_plan(config: Path, cache: Path) -> tuple[float, bool]:
     """The watchdog's peer_timeout, and whether an error before any encoding reaches all ranks."""
-    from opensora_sp.features import precompute as module
+    from opensora_sp.features import cache_writer as module
 
     started = []
 

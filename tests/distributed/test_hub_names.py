@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 from functools import partial
 from pathlib import Path
 
@@ -30,15 +29,15 @@ from opensora_sp.checkpoint.hub import HubName
 from opensora_sp.checkpoint.pretrained import CARD, model_card, saved_license
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
-from opensora_sp.encoders.convert import fetched
+from opensora_sp.encoders.conversion import fetched
 from opensora_sp.encoders.loading import PretrainedFiles, weights_digest
 from opensora_sp.integrations.diffusers import OpenSoraPipeline
 from opensora_sp.integrations.diffusers.pipeline_folder import _within
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.sampling.run import preflight, resolved_sources
+from opensora_sp.training.checkpointing import find_checkpoint
 from opensora_sp.training.preflight import check_initial_weights
-from opensora_sp.training.resuming import find_checkpoint
 
 NAME, LORA = "somebody/stdit3", "somebody/lora"
 
@@ -299,8 +298,6 @@ def test_exported_weights_have_a_model_card(place: Path, tmp_path: Path) -> None
     lines = ["license: apache-2.0", "base_model: some/base", "pipeline_tag: text-to-video"]
     assert all(line in header.splitlines() for line in lines)
     assert "--ckpt out" in body and 'from_pretrained("out")' in body
-    config = json.loads(body.split("```json\n")[1].split("```")[0])
-    assert config == json.loads((tmp_path / "out/config.json").read_text())
 
     main(["convert", str(place / "first"), str(tmp_path / "mit"), "--license", "mit"])
     assert saved_license(tmp_path / "mit") == saved_license(tmp_path / "mit/config.json") == "mit"

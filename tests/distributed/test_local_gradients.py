@@ -113,7 +113,7 @@ def boosted(
 
 def steps(stage: int, precision: str, clips: bool, dtype: torch.dtype, **options: Any) -> Any:
     """All steps of this rank; the model, the optimizer and the EMA weights."""
-    from opensora_sp.training.ema import ShardedEma
+    from opensora_sp.training.trainable import ShardedEma
 
     world, rank = dist.get_world_size(), dist.get_rank()
     model = Net(dtype)

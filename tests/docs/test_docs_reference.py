@@ -22,7 +22,7 @@ from runs import ROOT
 
 from opensora_sp.config import InferenceConfig, TrainConfig, load_train_config
 from opensora_sp.models.registry import CLASSES, PRESETS, model_class
-from opensora_sp.planner import plan
+from opensora_sp.planner.run_plan import plan
 
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "opensora_sp"

@@ -10,7 +10,7 @@ import pytest
 
 from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.parallel import Verdict
+from opensora_sp.parallel.debug.parity import Verdict
 from opensora_sp.parallel.strategies import SwitchRows
 from opensora_sp.training.sp_verification import config_strategy, small_shape
 

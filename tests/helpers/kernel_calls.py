@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,8 +20,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from opensora_sp.models import attention, hook_points, kernels, layers
-from opensora_sp.models.kernels import triton
+from opensora_sp.models import attention, hook_points, layers
+from opensora_sp.models.kernels import fused, triton
 from opensora_sp.models.kernels.examples import Example, kernel_names
 from opensora_sp.models.kernels.verification import CPU, results
 
@@ -76,10 +75,9 @@ class _Seen(torch.autograd.Function):
         return (None, *grads)
 
 
-def watched(calls: set[Call], name: str, *args: Any, **options: Any) -> Any:
+def watched(calls: set[Call], function: str, *args: Any, **options: Any) -> Any:
     """Call a function of a reference, and record the call and, in backward, the gradients."""
-    module, function = name.split(".")
-    reference = getattr(import_module(f"opensora_sp.models.kernels.{module}"), function)
+    reference = getattr(fused, function)
     bound = inspect.signature(reference).bind(*args, **options)
     bound.apply_defaults()
     calls.add(_form(function, bound.arguments))
@@ -87,7 +85,7 @@ def watched(calls: set[Call], name: str, *args: Any, **options: Any) -> Any:
     def show(grads: tuple[Tensor, ...]) -> None:
         calls.add(_form(function, {f"of {i}": grad for i, grad in enumerate(grads)}))
 
-    with mock.patch.object(import_module(reference.__module__), "chosen", _none):
+    with mock.patch.object(fused, "chosen", _none):
         outputs = reference(*args, **options)
     if not isinstance(outputs, tuple):
         return _Seen.apply(show, outputs)[0]
@@ -107,22 +105,20 @@ def recorded_calls() -> Iterator[Calls]:
         return like.dtype != torch.float64
 
     with ExitStack() as stack:
-        modules = {name: import_module(f"{kernels.__name__}.{name}") for name in kernel_names()}
-        for module in (attention, hook_points, kernels, layers, *modules.values()):
+        for module in (attention, fused, hook_points, layers):
             stack.enter_context(mock.patch.object(module, "chosen", chosen))
-        for name, module in modules.items():
+        references = [name for name, member in vars(fused).items() if inspect.isfunction(member)]
+        for name in kernel_names():
             functions = {
-                function: partial(watched, calls[name], f"{name}.{function}")
-                for function in vars(module)
-                if inspect.isfunction(getattr(module, function))
+                function: partial(watched, calls[name], function) for function in references
             }
             fake = SimpleNamespace(**functions)
             stack.enter_context(mock.patch.object(triton, name, fake, create=True))
         yield calls
 
 
-def calls_of(name: str, example: Example, dtype: torch.dtype) -> set[Call]:
+def calls_of(example: Example, dtype: torch.dtype) -> set[Call]:
     """The calls that an example of a kernel makes when it is verified for this dtype."""
     calls: set[Call] = set()
-    results(partial(watched, calls, f"{name}.{example.function}"), example, dtype, CPU)
+    results(partial(watched, calls, example.function), example, dtype, CPU)
     return calls

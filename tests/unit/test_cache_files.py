@@ -28,6 +28,7 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.cache_files import (
     CHECKSUM,
+    FORMAT,
     MANIFEST,
     MANIFEST_CHECKSUM,
     DamagedRecordError,
@@ -35,7 +36,6 @@ from opensora_sp.data.cache_files import (
     ShardContent,
     check_seal,
     file_checksum,
-    index_of,
     sealed,
 )
 
@@ -59,10 +59,16 @@ def cache(tmp_path: Path) -> Path:
 
     write_manifest(folder / MANIFEST, [Entry(Path(f"/{i}.mp4"), f"clip {i}") for i in range(CLIPS)])
     shards = [Shard.read(path) for path in sorted(folder.glob("shard-*"))]
-    source = {"channels": 2, "width": 5, "max_length": CLIPS}
-    index = index_of(made_of, source, {SHAPE: SIZE}, shards)
-    index["manifest_columns"] = Manifest(folder / MANIFEST).fingerprint
-    index[MANIFEST_CHECKSUM] = file_checksum(folder / MANIFEST)
+    index = {
+        "format": FORMAT,
+        "made_of": made_of,
+        "source": {"channels": 2, "width": 5, "max_length": CLIPS},
+        "sizes": {"4x32x24": SIZE},
+        "shards": {shard.path.name: shard.checksum for shard in shards},
+        "outdated": [],
+        "manifest_columns": Manifest(folder / MANIFEST).fingerprint,
+        MANIFEST_CHECKSUM: file_checksum(folder / MANIFEST),
+    }
     (folder / "index.json").write_text(json.dumps(sealed(index)))
     return folder
 
@@ -125,6 +131,33 @@ def bytes_of(x: torch.Tensor) -> bytes:
     return x.view(torch.uint8).numpy().tobytes()
 
 
+def test_an_exchanged_shard_is_named_at_the_start(cache: Path) -> None:
+    shutil.copy2(cache / "shard-000000.safetensors", cache / "shard-000001.safetensors")
+    with pytest.raises(DamagedRecordError, match=r"shard-000001.* another checksum"):
+        CachedFeatures(str(cache))
+
+
+def test_of_a_clip_in_several_shards_the_last_one_counts(cache: Path) -> None:
+    """Of outdated ones none does; a clip that one run has encoded is not corrupt."""
+    path = cache / "shard-000002.safetensors"
+    content = ShardContent({"vae.type": "none"}, corrupt={(0, SHAPE): ("0.mp4", "lost")})
+    content.corrupt[9, SHAPE] = "9.mp4", "lost"
+    content.latents[1, SHAPE] = torch.ones(2, *SIZE)
+    content.fps[1, SHAPE] = 12.0
+    path.write_bytes(content.to_bytes())
+    index = json.loads((cache / "index.json").read_text())
+    shards = {**index["shards"], path.name: Shard.read(path).checksum}
+    edit_index(cache, shards=shards, outdated=[[2, "4x32x24"]])
+
+    cached = CachedFeatures(str(cache))
+    assert cached[Sample(1, 0, SHAPE)].fps == 12.0
+    assert torch.equal(cached[Sample(1, 0, SHAPE)].latents, content.latents[1, SHAPE].bfloat16())
+    assert list(cached.corrupt) == [(9, SHAPE)]
+    assert cached.known(SHAPE).tolist() == [0, 1, 3, 9]
+    with pytest.raises(KeyError):
+        cached[Sample(2, 0, SHAPE)]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_worker_reports_damage_as_the_rank_itself_would(cache: Path, num_workers: int) -> None:
     """Without the worker's traceback; steps before it are yielded."""
@@ -166,7 +199,7 @@ def test_files_outside_of_the_folder_are_refused(cache: Path, tmp_path: Path, ki
         (cache / "aside").symlink_to(outside)
         other = {"parent": "../outside/", "absolute": f"{outside}/", "folder": "aside/"}[kind]
         name = other + name
-        edit_index(cache, shards=[shards[0], name])
+        edit_index(cache, shards={shards[0]: 1, name: 2})
 
     with pytest.raises(ValueError, match="which leads out of this folder; expected") as raised:
         CachedFeatures(str(cache))
@@ -199,12 +232,13 @@ def test_a_shard_that_is_no_file_is_named_at_the_start(cache: Path, kind: str) -
     "values",
     [
         {"shards": 5},
-        {"latents": [1]},
-        {"texts": {}},
-        {"texts": {"clips": [0], "shards": [0], "tokens": [1]}},
-        {"texts": {"clips": [0, 1, 2, 3], "shards": [0, 1, 0, 9], "tokens": [1] * 4}},
-        {"broken": [1]},
         {"shards": [7]},
+        {"shards": [["shard-000000.safetensors", 1]]},
+        {"sizes": [1]},
+        {"sizes": {"4x32x24": [1]}},
+        {"sizes": {"5x32x24": SIZE}},
+        {"outdated": [1]},
+        {"outdated": [[0, "4x"]]},
     ],
 )
 def test_an_index_of_another_structure_is_an_error_for_users(
@@ -216,8 +250,6 @@ def test_an_index_of_another_structure_is_an_error_for_users(
 
 
 def test_a_record_of_another_shape_than_the_index_states_is_refused(cache: Path) -> None:
-    index = json.loads((cache / "index.json").read_text())
-    index["latents"]["4x32x24"]["size"] = [3, 4, 5]
-    edit_index(cache, latents=index["latents"])
+    edit_index(cache, sizes={"4x32x24": [3, 4, 5]})
     with pytest.raises(DamagedRecordError, match=r"its shape is \(2, 3, 4, 3\)"):
         CachedFeatures(str(cache))[Sample(0, 0, SHAPE)]

@@ -795,7 +795,7 @@ def test_convert_leaves_an_encoder_as_it_is(
     arguments = ["convert", str(folder), str(out)]
     for extra, message in [
         (["--dtype", "bf16"], "got --dtype for .*which is a VAE or text encoder"),
-        (["--ema"], "got --ema for"),
+        (["--no-ema"], "got --no-ema for"),
         (["--max-shard-size", "many"], "got max_shard_size 'many'"),
     ]:
         with pytest.raises(SystemExit) as left:

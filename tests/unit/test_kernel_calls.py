@@ -72,9 +72,7 @@ def comparable(calls: set[Call]) -> Iterator[Call]:
 
 def test_examples_have_all_forms_of_the_models_calls(of_models: dict[str, set[Call]]) -> None:
     for name in kernel_names():
-        verified = set.union(
-            *(calls_of(name, one, torch.bfloat16) for one in examples_of(name, SIZES))
-        )
+        verified = set.union(*(calls_of(one, torch.bfloat16) for one in examples_of(name, SIZES)))
         missing = sorted(map(str, set(comparable(of_models[name])) - verified))
         assert of_models[name] and not missing, "\n".join(missing)
 

@@ -10,8 +10,7 @@ from runs import TRAIN
 
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.learning_rate import describe_schedule, ema_decay, learning_rate
-from opensora_sp.training.ema import ShardedEma
-from opensora_sp.training.trainable import check_optimizer, check_same_state
+from opensora_sp.training.trainable import ShardedEma, check_optimizer, check_same_state
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ from opensora_sp.encoders import LATENT_ENCODERS, ImageVAE, T5TextEncoder
 from opensora_sp.encoders.loading import weight_bytes
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.planner import BatchSpec, plan
+from opensora_sp.planner.batches import BatchSpec
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.run_plan import plan
 from opensora_sp.planner.sampling_memory import (
     FREE_SHARE,
     EncoderTracer,

@@ -24,7 +24,7 @@ from opensora_sp.checkpoint.hub import HubName, Kind, describe_missing, fetch
 from opensora_sp.common.files import read_json
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.encoders.convert import convert_encoder, fetched
+from opensora_sp.encoders.conversion import convert_encoder, fetched
 from opensora_sp.encoders.loading import HUB_FILES
 from opensora_sp.models.base import ConditionedModel
 

@@ -28,7 +28,6 @@ from opensora_sp.common.graphs import uncompiled
 
 from ..batch_shape import BatchShape, Grid, Rows
 from ..collectives import keep_exchanged
-from ..cost_model import FewUnitsCosts
 from ..layout import (
     SPATIAL_ROWS,
     TEMPORAL_ROWS,
@@ -115,7 +114,7 @@ class AllGather(Exchange):
 
 
 # The functions of hook points on one rank.
-Shard: TypeAlias = Callable[[Grid], Rows]
+EnterRows: TypeAlias = Callable[[Grid], Rows]
 Switch: TypeAlias = Callable[[Tensor, Rows], tuple[Tensor, Rows]]
 # The last argument, if not None, is what a caller has computed of the rows.
 SelfAttention: TypeAlias = Callable[[Tensor, Rows, Any], Tensor]
@@ -198,7 +197,7 @@ class Strategy:
         """
         return rows, rows.transposed()
 
-    def shard(self, local: Shard, grid: Grid) -> Rows:
+    def shard(self, local: EnterRows, grid: Grid) -> Rows:
         """The local rows where tokens enter."""
         return self.local_rows(self.boundary_rows(local(grid))[0])
 
@@ -311,27 +310,3 @@ class OneLayout(Strategy):
         if recompute and not self.resends(self.options):
             local = partial(local, context_fn=keep_exchanged)
         return local(function, rows, *args, recompute=recompute, last=last)
-
-
-def few_frames_costs(shape: BatchShape, options: Options, ranks: int) -> FewUnitsCosts:
-    """Cost of a spatial block by whole frames, and by frames x heads."""
-    return options.cost_model.few_units(
-        shape,
-        ranks,
-        options.link,
-        unit=shape.patches,
-        num_units=shape.num_frames,
-        row_layout=TEMPORAL_ROWS,
-        # Without temporal blocks, tokens stay in spatial rows.
-        switches=2 if shape.alternates else 0,
-    )
-
-
-def few_frames_reason(shape: BatchShape, options: Options, ranks: int, choice: str) -> str:
-    """The reason of a choice for fewer frames than ranks."""
-    costs = few_frames_costs(shape, options, ranks)
-    return (
-        f"B*T={shape.num_frames} frames are fewer than {ranks} ranks: {choice}, "
-        f"which costs less ({costs.whole * 1e6:.3g} us a spatial block by whole frames, "
-        f"{costs.heads * 1e6:.3g} us by frames x heads)"
-    )

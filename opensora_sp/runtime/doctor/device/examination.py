@@ -12,8 +12,8 @@ import torch
 from opensora_sp.runtime.versions import versions
 
 from .attention import check_attention
-from .findings import Finding, Setup
 from .kernels import KERNEL_CHECKS
+from .measurements import Finding, Setup
 from .models import MODEL_CHECKS, check_compiled
 from .ranks import check_ranks
 from .speed import check_ceilings
@@ -98,5 +98,6 @@ def _findings(
 ) -> Iterator[Finding]:
     try:
         yield from check(setup)
-    except Exception as error:  # drivers and compilers may raise anything
+    # Drivers and compilers may raise anything.
+    except Exception as error:
         yield Finding.of_error(name, error)

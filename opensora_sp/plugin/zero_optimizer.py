@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
@@ -22,10 +21,6 @@ from .loss_scale import LossScale
 GATHERED_BUCKETS = 8
 
 
-class _NotFiniteError(Exception):
-    """Leaves ZeRO's step before it changes anything."""
-
-
 class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     """ZeRO stages 1 and 2 over the whole dp x sp world.
 
@@ -39,9 +34,6 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     # Set by the plugin, which knows the parameters' names.
     shards: NamedShards
 
-    # In ColossalAI's step within ``step_if_finite``: zero, or NaN if the loss is not finite.
-    _witness: Tensor | None = None
-    _step_taken = False
     mixed_precision_mixin: Any
     # A number after ColossalAI's step.
     _current_grad_norm: Tensor | float | None
@@ -175,9 +167,9 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         skip it.
 
         A skipped step leaves parameters, moments and fp32 master weights as they are. Gradients are
-        cleared in either case. Non-finite values reach all ranks in the sum of squares of ZeRO's
-        gradient norm, so there is no further communication. Where ``is_fused``, a step is skipped
-        on the device, and the host does not wait for it.
+        cleared in either case. Non-finite values reach all ranks in the sum of squares of the
+        gradient norm. Where ``is_fused``, that is the only reduction of a step, which is skipped on
+        the device, and the host does not wait for it.
 
         Args:
             loss: a scalar, of this rank or of all.
@@ -264,7 +256,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         return squares
 
     def _gradient_divisor(self, norm: Tensor) -> Tensor | None:
-        """What gradients of this norm are divided by, for the loss scale and for clipping."""
+        """The divisor of gradients of this norm, for the loss scale and for clipping."""
         scale = None if self._loss_scale is None else self._loss_scale.scale
         if self._clip_grad_norm <= 0.0:
             return scale
@@ -303,27 +295,16 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
     # ColossalAI's step
 
     def _step_if_finite_on_host(self, witness: Tensor) -> bool:
-        """Take ColossalAI's ``step``, which reads the gradient norm, if all is finite."""
-        norm = self._current_grad_norm
-        self._witness, self._step_taken = witness, False
-        try:
-            self.step()
-        except _NotFiniteError:
-            self._current_grad_norm = norm
-            # As ``step`` ends.
-            for group, weights in self._master_param_groups_of_current_rank.items():
-                self.optim.param_groups[group]["params"] = weights
-                for master_weight in weights:
-                    master_weight.grad = None
-        finally:
-            self._witness = None
-        return self._step_taken
+        """Take ColossalAI's ``step`` if all is finite, which the host reads first."""
+        if not self.require_grad_sync:
+            return False
 
-    def _compute_grad_norm(self, dp_pg: Any, gradients: list[Tensor], norm_type: int = 2) -> float:
-        if self._witness is not None:
-            gradients = [*gradients, self._witness]
-        norm: float = super()._compute_grad_norm(dp_pg, gradients, norm_type)
-        return norm
+        finite = self._sum_of_squares(self._gradients(), witness).isfinite()
+        if finite:
+            self.step()
+        elif self._loss_scale is not None:
+            self._loss_scale.update(~finite)
+        return bool(finite)
 
     def clip_grad_by_norm(
         self,
@@ -386,9 +367,6 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             self._loss_scale.load(state)
 
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
-        if self._witness is not None and not math.isfinite(total_norm):
-            raise _NotFiniteError
-        self._step_taken = True
         super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
         # ColossalAI leaves the fp16 loss scale in the norm that it reports.
         scale = 1.0 if self._loss_scale is None else self._loss_scale.get_grad_div_scale()

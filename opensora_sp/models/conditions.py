@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from opensora_sp.common.tensors import to_device
 
-from . import kernels
+from .kernels import fused
 from .packing import Packing, RowTables
 from .positions import RotaryEmbedding
-from .token_layout import SPATIAL, TEMPORAL, Rows
+from .token_layout import SPATIAL, Rows
 
 IMAGE_FPS = 120.0
 # Of a branch in a modulation: shift, scale and gate.
@@ -126,7 +126,7 @@ class Condition:
         keys_values: see ``Text``.
         tables: what self-attention reads of the local rows.
         part: which rows the local ones are of the samples that ``entries`` are of, for functions of
-            ``kernels``. None where entries belong to the local rows.
+            ``kernels.fused``. None where entries belong to the local rows.
         extra: what a model's ``lay_out`` has made of its ``extra_inputs`` for these rows, by name.
         per_frame: modulation states differ between frames, ``[B, m * T, n, C]``.
         block_keys_values: keys and values of the block that runs, if looked up ahead.
@@ -141,7 +141,7 @@ class Condition:
     order: Tensor | None
     keys_values: Mapping[nn.Module, Tensor]
     tables: RowTables
-    part: kernels.Part | None
+    part: fused.Part | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     per_frame: bool = False
     block_keys_values: Tensor | None = None
@@ -216,9 +216,9 @@ class Condition:
         return self.per_token(table, ignore_frames=ignore_frames)
 
 
-def _part_of_samples(rows: Rows) -> kernels.Part:
+def _part_of_samples(rows: Rows) -> fused.Part:
     first_sample = rows.local_samples.start
-    return kernels.Part(first=rows.start - first_sample * rows.per_sample, rows=rows.per_sample)
+    return fused.Part(first=rows.start - first_sample * rows.per_sample, rows=rows.per_sample)
 
 
 def _null_frames_last(rows: Rows, null_frames: Sequence[int], device: torch.device) -> Tensor:
@@ -265,14 +265,6 @@ class Conditioning:
             return [None] * len(block_tables)
         return (torch.stack([*block_tables])[:, None, None] + self.modulation.to(wide)).unbind()
 
-    def spatial(self, rows: Rows) -> Condition:
-        """The conditions of the local rows, for attention within a frame; computed once."""
-        return self.of(SPATIAL, rows)
-
-    def temporal(self, rows: Rows) -> Condition:
-        """The conditions of the local rows, for attention over frames; computed once."""
-        return self.of(TEMPORAL, rows)
-
     def of(self, layout: str, rows: Rows) -> Condition:
         """The conditions of the local rows, for attention in this layout; computed once."""
         if layout not in self._conditions:
@@ -308,7 +300,7 @@ class Conditioning:
             order=order,
             keys_values=text.keys_values,
             tables=RowTables(rotation, rows.local_groups),
-            part=_part_of_samples(rows) if kernels.chosen("modulation", modulation) else None,
+            part=_part_of_samples(rows) if fused.chosen("modulation", modulation) else None,
             extra={} if self.lay_out is None else self.lay_out(rows),
             per_frame=self.per_frame,
         )

@@ -38,6 +38,12 @@ logger = logging.getLogger(__name__)
 class DamagedCheckpointError(ValueError):
     """Files of a checkpoint do not have the digests of its manifest."""
 
+    def __init__(self, damage: str, expected: str = "the file as it was written") -> None:
+        super().__init__(
+            f"got a damaged checkpoint: {damage}; expected {expected}; copy it again, or take "
+            "another checkpoint"
+        )
+
 
 class CheckpointFolder:
     """A checkpoint being written: ``begin``, then tensor files, then ``finish``, which commits it.
@@ -195,10 +201,7 @@ def verify(folder: Path, *, thorough: bool = True, part: str = "") -> None:
             difference = _difference(file, entry, thorough=thorough)
         if difference:
             actual, expected = difference
-            raise DamagedCheckpointError(
-                f"got a damaged checkpoint: {file} {actual}; expected {expected}, as it was "
-                "written; copy it again, or take another checkpoint"
-            )
+            raise DamagedCheckpointError(f"{file} {actual}", f"{expected}, as it was written")
 
 
 @contextmanager
@@ -207,10 +210,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedCheckpointError(
-            f"got a damaged checkpoint: {path} ({error.strerror}); expected the file as it was "
-            "written; copy it again, or take another checkpoint"
-        ) from None
+        raise DamagedCheckpointError(f"{path} ({error.strerror})") from None
     except OSError as error:
         raise ValueError(
             f"got {path}, which cannot be read now ({error.strerror}); expected a file of a "
@@ -251,7 +251,7 @@ def resolve_inside(folder: Path, name: str) -> Path:
         stays = False
     if not is_relative or not stays:
         raise ValueError(
-            f"got the path {name!r} in the manifest of {folder}; expected one inside this folder; "
+            f"got the path {name!r} of the checkpoint {folder}; expected one inside this folder; "
             "do not use files from this source"
         )
     return file
@@ -269,12 +269,9 @@ def _commit_text(manifest: bytes, number: int) -> bytes:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     number, commit = _read_format(folder)
     path = folder / "manifest.json"
-    text = _read_bounded(path, MAX_BYTES)
+    text = _read_bounded(folder, path.name, MAX_BYTES)
     if commit != _commit_text(text, number):
-        raise DamagedCheckpointError(
-            f"got a damaged checkpoint: {path} is not the one that COMMIT names; expected the file "
-            "as it was written; copy it again, or take another checkpoint"
-        )
+        raise DamagedCheckpointError(f"{path} is not the one that COMMIT names")
 
     manifest: dict[str, Any] = parse_json(text, str(path))
     if not _is_manifest(manifest):
@@ -301,18 +298,19 @@ def _is_manifest(content: Any) -> bool:
         return False
 
 
-def _read_bounded(path: Path, max_bytes: int) -> bytes:
+def _read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
     """A small file; a larger one than this package writes is damaged, and not read."""
+    path = resolve_inside(folder, name)
     with reading(path):
         try:
             return read_small_file(path, max_bytes, "a file of a checkpoint")
-        except ValueError as error:
-            raise DamagedCheckpointError(str(error)) from None
+        except ValueError:
+            raise DamagedCheckpointError(f"{path} of more than {max_bytes:,} bytes") from None
 
 
 def read_commit(folder: Path) -> bytes:
     """The content of ``COMMIT``; errors as of ``verify``."""
-    return _read_bounded(folder / "COMMIT", MAX_COMMIT_BYTES)
+    return _read_bounded(folder, "COMMIT", MAX_COMMIT_BYTES)
 
 
 def _read_format(folder: Path) -> tuple[int, bytes]:
@@ -321,8 +319,7 @@ def _read_format(folder: Path) -> tuple[int, bytes]:
     match = re.match(rb"(\d{1,9})\s", commit)
     if match is None:
         raise DamagedCheckpointError(
-            f"got a damaged checkpoint: {folder / 'COMMIT'} holds {commit[:80]!r}; expected a "
-            "format and a SHA-256; copy it again, or take another checkpoint"
+            f"{folder / 'COMMIT'} holds {commit[:80]!r}", "a format and a SHA-256"
         )
 
     number = int(match[1])

@@ -27,6 +27,7 @@ from opensora_sp.common.files import check_writable
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     BatchPlan,
+    CachedFeatures,
     Clip,
     ClipShape,
     CorruptSample,
@@ -35,6 +36,7 @@ from opensora_sp.data import (
     write_manifest,
 )
 from opensora_sp.data.cache_files import (
+    FORMAT,
     INDEX,
     MANIFEST,
     MANIFEST_CHECKSUM,
@@ -44,8 +46,8 @@ from opensora_sp.data.cache_files import (
     ShardContent,
     check_files,
     file_checksum,
-    index_of,
     sealed,
+    shape_name,
 )
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
@@ -307,21 +309,33 @@ class CacheWriter:
             entry._replace(path=Path(os.path.realpath(entry.path))) for entry in self.dataset.rows
         )
         write_manifest(self.folder / MANIFEST, entries)
-        names = ("channels", "width", "max_length")
-        source = {name: getattr(self.encoders, name) for name in names}
-        sizes = {shape: self.encoders.latent_size(shape) for shape in sorted(shapes)}
-        index = index_of(self.made_of, source, sizes, shards, outdated)
-        index["manifest_columns"] = self.dataset.fingerprint
-        index[MANIFEST_CHECKSUM] = file_checksum(self.folder / MANIFEST)
+        source = {}
+        for name in ("channels", "width", "max_length"):
+            source[name] = getattr(self.encoders, name)
+        sizes = {}
+        for shape in sorted(shapes):
+            sizes[shape_name(shape)] = self.encoders.latent_size(shape)
+        index = {
+            "format": FORMAT,
+            "made_of": self.made_of,
+            "source": source,
+            "sizes": sizes,
+            "shards": {shard.path.name: shard.checksum for shard in shards},
+            # Their files have another content now.
+            "outdated": [[clip, shape_name(shape)] for clip, shape in sorted(outdated)],
+            "manifest_columns": self.dataset.fingerprint,
+            MANIFEST_CHECKSUM: file_checksum(self.folder / MANIFEST),
+        }
         self.disk.write_file(self.folder / INDEX, (json.dumps(sealed(index)) + "\n").encode())
 
+        cache = CachedFeatures(str(self.folder))
         logger.info(
             "feature cache %s: latents of %d clips in %d shapes, %d captions, %d corrupt",
             self.folder,
-            sum(len(columns["clips"]) for columns in index["latents"].values()),
-            len(shapes),
-            len(index["texts"]["clips"]),
-            len(index["broken"]),
+            sum(map(len, cache.latents.values())),
+            len(cache.sizes),
+            len(cache.texts),
+            len(cache.corrupt),
         )
 
 
