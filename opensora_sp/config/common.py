@@ -39,7 +39,7 @@ from .components import (
     check_options,
     split_type,
 )
-from .errors import raise_together
+from .draft import raise_together
 from .sections import Frames, Seed, SequenceParallel, Strict, frame_size
 
 Unused: TypeAlias = tuple[tuple[str, ...], str]

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from .components import check_overriding_types
 from .config_file import read_config
-from .draft import Draft, Run, dotted, leaves
-from .errors import explain, raise_together
+from .draft import Draft, Run, dotted, explain, leaves, raise_together
 from .inference_config import InferenceConfig
 from .open_sora import check_family, translate
 from .train_config import TrainConfig
