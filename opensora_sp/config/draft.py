@@ -21,6 +21,7 @@ Key = tuple[Any, ...]
 DELETE = "_delete_"
 """In a dict: replace the inherited dict instead of merging into it."""
 
+_MISSING = object()
 # Begins most messages of pydantic.
 _INPUT = "Input should be "
 # Options of a command that are no keys of its config.
@@ -152,9 +153,6 @@ def _without_delete(setting: Any) -> Any:
     if isinstance(setting, dict):
         return {part: _without_delete(inner) for part, inner in setting.items() if part != DELETE}
     return setting
-
-
-_MISSING = object()
 
 
 class ConfigError(ValueError):
