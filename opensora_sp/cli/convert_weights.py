@@ -93,6 +93,7 @@ def _add_conversions(add: Callable[..., Any]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Convert, and print what was written."""
     log_to_terminal()
+    # Before weights are fetched, which may take minutes.
     check_vacant(Path(args.target))
 
     source = fetched(args.source, allow_pickle=args.allow_pickle)

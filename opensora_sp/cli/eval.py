@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
+    # Before the evaluation, which may take hours.
     with raise_on_all_ranks():
         if args.output is not None:
             check_writable(args.output.parent)

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
             f"got --output {str(args.output)!r}, which is a folder; expected a file to write; "
             "choose another name"
         )
+    # Before files are probed, which may take hours.
     check_writable(args.output.parent, "--output in")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     limits = Limits() if args.frame_pixels is None else Limits(frame_pixels=args.frame_pixels)

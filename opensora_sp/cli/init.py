@@ -102,6 +102,7 @@ def _copy_prompts(config: Path, target: Path) -> None:
 
 def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
     """Write toy clips that fit a config, each with its caption, and their manifest."""
+    # Of which every frame_interval-th is used.
     num_frames = (cfg.num_frames - 1) * cfg.dataset.frame_interval + 1
     clips = manifest.with_suffix("")
     clips.mkdir(parents=True)

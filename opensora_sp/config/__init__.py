@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .components import ModelSpec, build_component, split_type
-from .errors import explain
+from .draft import explain
 from .inference_config import InferenceConfig
 from .launch_checks import check_launch, unused_settings
 from .sections import PromptOptions

@@ -39,7 +39,7 @@ from .components import (
     check_options,
     split_type,
 )
-from .errors import raise_together
+from .draft import raise_together
 from .sections import Frames, Seed, SequenceParallel, Strict, frame_size
 
 Unused: TypeAlias = tuple[tuple[str, ...], str]
@@ -204,6 +204,7 @@ class Common(Strict):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Common:
+        # Sizes first: the rules read them.
         self._one_frame_size()
         self._one_latent_size()
         raise_together(*self._rules())

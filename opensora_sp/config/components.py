@@ -15,8 +15,7 @@ from opensora_sp.diffusion import IDDPM, RectifiedFlow
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
 
-from .draft import Draft, is_option
-from .errors import ConfigError, expected_by, raise_together
+from .draft import ConfigError, Draft, expected_by, is_option, raise_together
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 ALLOWED = "allow_types"

@@ -22,8 +22,7 @@ from typing import Any
 from opensora_sp.common.files import MAX_BYTES, or_shipped, read_small_file
 from opensora_sp.common.importing import nearest
 
-from .draft import DELETE, Draft, Key, dotted, leaves
-from .errors import raise_together
+from .draft import DELETE, Draft, Key, dotted, leaves, raise_together
 
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")

@@ -18,7 +18,7 @@ from opensora_sp.parallel.mesh import check_sp_size
 from opensora_sp.parallel.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .errors import raise_together
+from .draft import raise_together
 from .sections import SequenceParallel
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from .components import check_overriding_types
 from .config_file import read_config
-from .draft import Draft, Run, dotted, leaves
-from .errors import explain, raise_together
+from .draft import Draft, Run, dotted, explain, leaves, raise_together
 from .inference_config import InferenceConfig
 from .open_sora import check_family, translate
 from .train_config import TrainConfig
@@ -137,6 +136,7 @@ def load_draft(
         raise ValueError(_other_run(draft, path, run))
 
     try:
+        # Before translation: options may have keys of Open-Sora, too.
         apply_options(draft, overrides or [])
         # A config has one size: an option's size takes the place of any other.
         if values and "resolution" in values:

@@ -13,8 +13,7 @@ from typing import Any
 
 from opensora_sp.models.registry import PRESETS
 
-from .draft import Draft, Run, is_option, key_of
-from .errors import raise_together
+from .draft import Draft, Run, is_option, key_of, raise_together
 
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
 VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2", "OpenSoraVAE_V1_3")

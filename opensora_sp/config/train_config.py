@@ -16,7 +16,7 @@ from opensora_sp.models.registry import models_for_any_size
 from opensora_sp.parallel.rank_groups import check_degrees
 
 from .common import Common, Unused, check_input_size
-from .errors import raise_together
+from .draft import raise_together
 from .optimizer_options import Optimizer
 from .sections import Dataset, Lora, Precision, Validation
 

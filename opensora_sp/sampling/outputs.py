@@ -249,6 +249,7 @@ def facts_of(
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}
+    # As they are read back: tuples are lists, so that they compare equal.
     return json.loads(json.dumps(facts))
 
 

@@ -182,6 +182,7 @@ class Pipeline:
             copies: predictions of a step; the first is for the prompts. By default as without
                 conditioning frames.
         """
+        # Prompts first, then as many for each further prediction: the order of guidance.
         texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
         prompts, drop = list(texts), [False] * len(batch)
         for _ in range((copies or self._copies(None)) - 1):

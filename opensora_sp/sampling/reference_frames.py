@@ -207,6 +207,7 @@ def frames_of_kind(
         tail = references[1][:, :1] if is_second else references[0][:, -1:]
 
     frames, num_frames = torch.zeros_like(latent), latent.shape[1]
+    # Where both do not fit, the end wins.
     head = head[:, : num_frames - tail.shape[1]]
     frames[:, : head.shape[1]] = head
     frames[:, num_frames - tail.shape[1] :] = tail

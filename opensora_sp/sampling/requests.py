@@ -103,6 +103,7 @@ def file_name(text: str) -> str:
     Separators, control characters and ASCII punctuation become ``-``. The result is short enough
     for the 255 bytes of a file name, with number, suffix and the prefix of temporary files.
     """
+    # Composed and decomposed letters are one name.
     plain = unicodedata.normalize("NFC", text).lower()
     kept = "".join(character if _is_kept(character) else "-" for character in plain)
     slug = re.sub("-+", "-", kept).strip("-")[:NAME_CHARACTERS]
@@ -184,6 +185,7 @@ def _request(cfg: InferenceConfig, options: PromptOptions, index: int, sample: i
         seed=either("seed"),
         negative_prompt=either("negative_prompt"),
         index=index,
+        # A prompt with its own seed has the same video wherever it stands.
         place=index if options.seed is None else 0,
         sample=sample,
         own_name=own_name,

@@ -85,6 +85,7 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         ValueError: before the model is built, if prompts, references, checkpoint and processes do
             not fit the config.
     """
+    # Before a process group exists: a rank that fails keeps no other one waiting.
     with raise_on_all_ranks():
         cfg = cfg.model_copy(update={"lora": resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)})
         requests, weights = preflight(cfg)

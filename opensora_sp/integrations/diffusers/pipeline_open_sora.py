@@ -262,6 +262,7 @@ class OpenSoraPipeline(Base):
         texts = texts_of(prompt)
         images = [frame_of(given) for given in one_each("image", image, len(texts))]
         flow = self._flow(num_inference_steps, guidance_scale)
+        # What a sampling config refuses, a call refuses in the same words.
         cfg = self._config(
             flow,
             num_frames=num_frames,
