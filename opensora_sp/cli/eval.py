@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from opensora_sp.common.console import Parser, add_allow_pickle, add_cfg_options
@@ -63,5 +64,5 @@ def run(args: argparse.Namespace) -> None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(args.output) as partial:
                 partial.write_text(
-                    json.dumps(evaluation.to_dict(), indent=1) + "\n", encoding="utf-8"
+                    json.dumps(asdict(evaluation), indent=1) + "\n", encoding="utf-8"
                 )

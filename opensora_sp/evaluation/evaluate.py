@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from opensora_sp.sampling.run import (
     verify_parts,
 )
 
-from .heldout import HeldoutLoss, none_readable
+from .heldout import HeldoutLoss, none_readable, open_clips
 
 logger = logging.getLogger(__name__)
 MAX_SEEDS = 1000
@@ -132,14 +132,7 @@ def preflight(settings: Settings) -> tuple[TrainConfig, Sources, VideoTextDatase
         spec = cfg.model_spec
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
 
-    dataset = VideoTextDataset(
-        settings.manifest,
-        frame_interval=cfg.dataset.frame_interval,
-        time_limit=cfg.dataset.time_limit,
-        limits=cfg.limits,
-        extra=cfg.extra_files,
-        captions=cfg.dataset.captions,
-    )
+    dataset = open_clips(cfg, settings.manifest)
     return cfg, sources, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
 
 
@@ -415,10 +408,6 @@ class Evaluation:
     seeds: list[int]
     buckets: list[BucketLoss]
     empty: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
-        return asdict(self)
 
     def table(self) -> str:
         """A line for each bucket and bin."""

@@ -30,16 +30,29 @@ def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
     """The clips of ``validation.manifest``, cut as clips of training; None without one."""
     if cfg.validation is None or cfg.validation.manifest is None:
         return None
-    return VideoTextDataset(
+    return open_clips(
+        cfg,
         cfg.validation.manifest,
         num_frames=cfg.num_frames,
         image_size=cfg.size,
+        cache=cfg.dataset.cache,
+    )
+
+
+def open_clips(cfg: TrainConfig, manifest: str, **cut: Any) -> VideoTextDataset:
+    """Clips of a manifest, read as training reads its own.
+
+    Args:
+        cut: the shape and the cache of the clips, as ``VideoTextDataset`` takes them.
+    """
+    return VideoTextDataset(
+        manifest,
         frame_interval=cfg.dataset.frame_interval,
         time_limit=cfg.dataset.time_limit,
-        cache=cfg.dataset.cache,
         limits=cfg.limits,
         extra=cfg.extra_files,
         captions=cfg.dataset.captions,
+        **cut,
     )
 
 
