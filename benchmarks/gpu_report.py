@@ -34,15 +34,16 @@ from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import GPUS, CostModel
-from opensora_sp.planner.checkpointing import recomputed_share
+from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.gpus import GPUS
+from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, ModelFlops, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
 from opensora_sp.runtime.doctor.device import Setup, examine_device, setup_for
 from opensora_sp.runtime.doctor.device.speed import check_ceilings
 from opensora_sp.runtime.doctor.probe import median_seconds
 from opensora_sp.runtime.versions import versions
-from opensora_sp.training.meter import Peak
+from opensora_sp.training.step_log import Peak
 
 MODEL = "STDiT3-XL/2"
 DEVICE, BF16 = torch.device("cuda", 0), torch.bfloat16

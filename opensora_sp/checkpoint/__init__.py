@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .checkpoint_folder import CheckpointFolder, DamagedCheckpointError, verify
 from .filesystem import FileSystem
-from .folder import CheckpointFolder, DamagedCheckpointError, verify
 from .paths import (
     checkpoint_name,
     checkpoint_step,

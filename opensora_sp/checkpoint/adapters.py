@@ -36,6 +36,7 @@ from .tensor_file import as_bytes
 
 ADAPTER_WEIGHTS, BASE_FACTS = "adapter_model.safetensors", "base.json"
 PICKLED_ADAPTERS = "adapter_model.bin"
+MAX_SCALE = 1000.0
 # Values of an adapter_config.json under which adapters are what this file merges.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -153,7 +154,7 @@ def parse_source(text: str) -> tuple[str, float]:
     """``PATH`` or ``PATH:SCALE`` -> path and scale.
 
     Raises:
-        ValueError: for a scale that is no finite number.
+        ValueError: for a scale that is no finite number, or beyond ``MAX_SCALE``.
     """
     path, _, number = text.rpartition(":")
     if not path or Path(text).exists():
@@ -164,10 +165,11 @@ def parse_source(text: str) -> tuple[str, float]:
         if not Path(path).exists():
             return text, 1.0
         scale = math.nan
-    if not math.isfinite(scale):
+    # nan is no number up to it, either.
+    if not abs(scale) <= MAX_SCALE:
         raise ValueError(
-            f"got adapters {text!r} with the scale {number}; expected a finite number; write for "
-            f"example {path}:0.8"
+            f"got adapters {text!r} with the scale {number}; expected a finite number up to "
+            f"{MAX_SCALE:g}; write for example {path}:0.8"
         )
     return path, scale
 

@@ -1,8 +1,8 @@
 """Files of ``torch.save``: names, dtypes, shapes and places of their tensors, without unpickling.
 
-``torch.save`` writes a zip archive since torch 1.6: ``data.pkl``, in which a tensor refers to its
-storage by a key, and a file ``data/<key>`` of raw bytes for each storage. Before, it wrote several
-pickles one after the other, and then the storages.
+``torch.save`` writes a zip archive: ``data.pkl``, in which a tensor refers to its storage by a key,
+and a file ``data/<key>`` of raw bytes for each storage. The bare pickles from before torch 1.6 are
+not read.
 
 ``_Machine`` executes the operations of a pickle itself. It has only those that build dicts, lists,
 tuples, numbers, strings and tensors, and it calls only the functions in ``GLOBALS``, which are all
@@ -13,19 +13,23 @@ is recursive, so nesting costs no more than its operations.
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 from pickletools import genops
 from typing import IO, Any
 
 import torch
+
+from opensora_sp.common.files import open_regular
 
 from .tensor_file import DTYPES
 
 MAX_BYTES = 16 << 20
 """Most bytes of pickles, or of the directory of an archive; a tensor takes about 150."""
 MAX_OPERATIONS = 2_000_000
+# Bytes that decide what a file is.
+MAX_START = 512
 MAX_ARGUMENTS = 16
 # Larger numbers can be chosen so that they all have the same hash.
 MAX_KEY = 1 << 31
@@ -44,8 +48,6 @@ STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-# The first two values of a file from before torch 1.6.
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
 
 class RefusedError(Exception):
@@ -81,12 +83,7 @@ class BoundedFile(io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         most = self.remaining + 1
-        return self._counted(super().read(most if size is None or size < 0 else min(size, most)))
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().readline(self.remaining + 1))
-
-    def _counted(self, content: bytes) -> bytes:
+        content = super().read(most if size is None or size < 0 else min(size, most))
         self.remaining -= len(content)
         if self.remaining < 0:
             raise too_large()
@@ -164,7 +161,7 @@ class _Machine:
         self.storages: dict[str, Storage] = {}
 
     def load(self, file: IO[bytes]) -> Any:
-        """The object of the pickle at the file's position; its end is the next position.
+        """The object of a pickle.
 
         Raises:
             RefusedError, ValueError, TypeError, LookupError: for anything but plain values.
@@ -265,6 +262,41 @@ def _called(function: Any, arguments: Any) -> Any:
     return function(*arguments)
 
 
+def other_content(file: Path) -> str | None:
+    """A file's content by its first bytes; None for an archive of ``torch.save``.
+
+    Raises:
+        OSError: if the file cannot be read, or is no regular file.
+    """
+    with open_regular(file) as opened:
+        start: bytes = opened.read(MAX_START)
+    if start[:2] == b"PK":
+        return _other_archive(file)
+    if start.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer (git lfs pull in its folder downloads the file itself)"
+    if start.startswith(b"\x80"):
+        return "a bare pickle, as torch wrote before version 1.6, which is not read"
+
+    if not start:
+        return "empty"
+    # A character may be cut at the end.
+    text = start.decode(errors="ignore")
+    is_text = len(text.encode()) > len(start) - 4 and "\0" not in text
+    shown = text[:40] if is_text else start[:12]
+    return f"{'text' if is_text else 'data of another format'} that begins with {shown!r}"
+
+
+def _other_archive(file: Path) -> str | None:
+    try:
+        with open_regular(file, buffering=0) as raw, BoundedFile(raw, MAX_BYTES) as opened:
+            names = zipfile.ZipFile(opened).namelist()
+    # Damaged bytes can raise whatever the operations of a directory raise.
+    except Exception as error:
+        return f"a damaged zip archive ({type(error).__name__})"
+    is_saved = any(name.partition("/")[2] == "data.pkl" for name in names)
+    return None if is_saved else "a zip archive of other files"
+
+
 def read_archive(file: BoundedFile) -> tuple[Any, dict[str, range]]:
     """The pickled content of a file of ``torch.save``, and the bytes of its storages by key.
 
@@ -276,15 +308,9 @@ def read_archive(file: BoundedFile) -> tuple[Any, dict[str, range]]:
         ranges are not checked: they may be outside of the file.
 
     Raises:
-        RefusedError: for what is larger, or holds anything else.
+        RefusedError: for a larger file, or one that holds anything else.
         Exception: if it is damaged.
     """
-    is_zip = file.read(2) == b"PK"
-    file.seek(0)
-    return _read_zip(file) if is_zip else _read_legacy(file)
-
-
-def _read_zip(file: BoundedFile) -> tuple[Any, dict[str, range]]:
     with zipfile.ZipFile(file) as archive:
         # All names begin with the name of the archive.
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -317,22 +343,3 @@ def _data_start(file: BoundedFile, info: zipfile.ZipInfo) -> int:
     # The lengths of name and extra field, which may differ from the directory's.
     lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
     return info.header_offset + len(header) + sum(lengths)
-
-
-def _read_legacy(file: BoundedFile) -> tuple[Any, dict[str, range]]:
-    """Read a file from before torch 1.6; see ``read_archive``."""
-    magic, protocol, system = (_Machine().load(file) for _ in range(3))
-    if (magic, protocol) != (MAGIC, PROTOCOL) or not system["little_endian"]:
-        raise ValueError("it does not begin as a file of torch.save")
-
-    machine = _Machine()
-    content = machine.load(file)
-
-    # Each storage is preceded by its number of elements.
-    storages = {}
-    for key in _Machine().load(file):
-        num_bytes = int.from_bytes(file.read(8), "little") * machine.storages[key].dtype.itemsize
-        start = file.seek(0, os.SEEK_CUR)
-        storages[key] = range(start, start + num_bytes)
-        file.seek(num_bytes, os.SEEK_CUR)
-    return content, storages

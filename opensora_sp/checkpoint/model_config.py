@@ -71,7 +71,7 @@ def parse_model_config(
     """
     name = _class_name(saved, source)
     known = {field.name for field in dataclasses.fields(model_class(name).Config)}
-    values = {key: value for key, value in saved.items() if key in known}
+    values = {key: setting for key, setting in saved.items() if key in known}
 
     others = saved.keys() - known - {"_class_name"}
     _refuse_unknown(name, {key: saved[key] for key in saved if key in others}, source, known)
@@ -102,9 +102,9 @@ def _class_name(saved: dict[str, Any], source: Path) -> str:
 
 def _refuse_unknown(name: str, others: dict[str, Any], source: Path, known: set[str]) -> None:
     unknown = [
-        f"{key} = {value!r}"
-        for key, value in others.items()
-        if key not in WITHOUT_EFFECT and not (key in MUST_BE and MUST_BE[key] == value)
+        f"{key} = {setting!r}"
+        for key, setting in others.items()
+        if key not in WITHOUT_EFFECT and not (key in MUST_BE and MUST_BE[key] == setting)
     ]
     if unknown:
         raise ValueError(
@@ -128,7 +128,7 @@ def choose_config(
         source: path of the weights.
         saved: content of their ``config.json``.
         model: class or preset.
-        overrides: settings that replace those of ``config.json`` or of the preset.
+        overrides: settings that replace values of ``config.json`` or of the preset.
         num_tensors: how many tensors the weights have, which bounds the number of blocks.
 
     Raises:
@@ -151,7 +151,7 @@ def choose_config(
         name = model_class(model).__name__
     if model is not None:
         preset = PRESETS[model][1] if model in PRESETS else {}
-        wanted = {key: value for key, value in preset.items() if key not in overrides}
+        wanted = {key: preset[key] for key in preset if key not in overrides}
         wanted["_class_name"] = model_class(model).__name__
         _refuse_differing(source, wanted, name, values)
     if overrides:
@@ -203,8 +203,8 @@ def check_model_config(
         known = {field.name for field in dataclasses.fields(model_class(name).Config)}
 
     may_differ = MAY_DIFFER.union(*(CONVERSIONS[other].config_keys for other in convert))
-    settings = dataclasses.asdict(config).items()
-    wanted = {key: value for key, value in settings if key in known - may_differ}
+    settings = dataclasses.asdict(config)
+    wanted = {key: settings[key] for key in settings if key in known - may_differ}
     _refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
 
 

@@ -217,5 +217,5 @@ def _ema_weights(checkpoint: Path) -> Path:
             return checkpoint / name
     raise ValueError(
         f"got checkpoint {str(checkpoint)!r} without EMA weights; expected one of "
-        f"{list(_EMA_WEIGHTS)} next to model; take the trained weights (use_ema=False)"
+        f"{list(_EMA_WEIGHTS)} next to model; take the trained weights (use_ema=False, --no-ema)"
     )

@@ -118,7 +118,9 @@ def _unwrap(content: Any, *, ema: bool) -> tuple[dict[str, TensorEntry], tuple[s
         # A dict may be within itself.
         if key is None or len(notes) == MAX_WRAPPERS:
             break
-        notes.append(_printable(f"took {key!r} of the keys {_first_keys(content)}"))
+        # There can be any number of keys, of any length.
+        keys = [key if isinstance(key, int) else key[:60] for key in islice(content, 6)]
+        notes.append(_printable(f"took {key!r} of the keys {keys}"))
         content = content[key]
 
     problem = _not_a_state_dict(content)
@@ -147,11 +149,6 @@ def _shown(content: Any) -> str:
     if isinstance(content, str):
         return repr(content[:60])
     return repr(content) if isinstance(content, int | float) else type(content).__name__
-
-
-def _first_keys(content: Mapping[Any, Any]) -> list[Any]:
-    """Some keys of a dict, which can have any number of any length."""
-    return [key if isinstance(key, int) else key[:60] for key in islice(content, 6)]
 
 
 def _map(file: Path) -> Tensor:
@@ -191,7 +188,7 @@ def _tensor(file: Tensor, entry: TensorEntry, storages: Mapping[str, range]) -> 
         raise ValueError(f"no shape and stride of at most {MAX_DIMS} dimensions")
     if not isinstance(entry.storage, Storage) or not isinstance(entry.dtype, torch.dtype):
         raise ValueError("no storage, or no dtype")
-    # Not shown: what is no number can have a text of any length.
+    # Not shown: other content can have a text of any length.
     for number in (entry.offset, *entry.shape, *entry.stride):
         if type(number) is not int or not 0 <= number <= len(file):
             raise ValueError("an offset, a size or a stride that is no number of elements of it")

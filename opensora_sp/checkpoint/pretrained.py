@@ -18,7 +18,7 @@ from opensora_sp.models.registry import model_class
 
 from .adapters import check_adapters, merged, open_adapters, warn_of_other_base
 from .filesystem import FileSystem
-from .model_config import choose_config, model_config_json, write_model_config
+from .model_config import choose_config, write_model_config
 from .reader import Weights, open_weights
 from .state_dict import check_conversions, fitted
 
@@ -34,23 +34,13 @@ CARD_TEXT = """---
 
 # {name}
 
-{name} with {millions:.1f} M parameters in {dtype}, exported by `opensora_sp`. {origin}
+{name} with {millions:.1f} M parameters in {dtype}, exported by `opensora_sp`. License: {license}
 
-License: {license}
-
-```python
-from opensora_sp.checkpoint import from_pretrained; model = from_pretrained("{folder}")
-```
-
-`CONFIG` is a sampling config with the autoencoder, the text encoder and the scheduler that the
-model was trained with:
+Load it by `opensora_sp.checkpoint.from_pretrained("{folder}")`, or sample with a config that has
+the autoencoder, the text encoder and the scheduler that it was trained with:
 
 ```bash
 torchrun --nproc_per_node 2 scripts/inference.py CONFIG --ckpt {folder} --prompt "a red fox"
-```
-
-```json
-{config}
 ```
 """
 
@@ -85,7 +75,7 @@ def from_pretrained(
         lora: LoRA adapters to merge into the weights, each ``PATH`` or ``PATH:SCALE``; see
             ``opensora_sp.checkpoint.adapters``.
         dtype: of the result, by default as stored. Rotary frequencies are not rounded.
-        config: settings that replace those of ``config.json`` or of the preset.
+        config: settings that replace values of ``config.json`` or of the preset.
 
     Returns:
         The model on the CPU, in memory that it shares with no file.
@@ -262,7 +252,6 @@ def model_card(
         library_name="opensora_sp",
         pipeline_tag="text-to-video",
         base_model=base_model,
-        tags=["text-to-video", "diffusion", name.lower()],
     )
     unknown = "not stated. Weights made of others are under the license of the others."
     text = CARD_TEXT.format(
@@ -270,10 +259,8 @@ def model_card(
         name=name,
         millions=sum(p.numel() for p in model.parameters()) / 1e6,
         dtype=str(model.dtype).removeprefix("torch."),
-        origin=f"It was made of `{base_model}`." if base_model else "",
         license=f"`{license}`." if license else unknown,
         folder=folder,
-        config=model_config_json(name, model.config).decode().strip(),
     )
     return ModelCard(text)
 

@@ -18,8 +18,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_sp.common.files import open_regular, read_json
+from opensora_sp.common.files import read_json
 
+from .archive import other_content
 from .paths import find_weights, weight_file
 from .pickle_file import open_pickle
 from .tensor_file import ShardIndex, is_index, is_safetensors
@@ -170,19 +171,18 @@ def _open_file(file: Path, *, ema: bool, allow_pickle: bool) -> Weights:
     try:
         if is_safetensors(file):
             return _open_safetensors(file)
-        with open_regular(file) as start:
-            head = start.read(8)
+        other = other_content(file)
     except OSError as error:
         raise ValueError(
             f"got {file}, which cannot be read ({error.strerror or error}); expected a file of "
             "weights; check the path, the disk and the permissions"
         ) from None
-    if head == b"version ":
-        raise ValueError(
-            f"got {file}, a Git LFS pointer; expected the file itself; run git lfs pull in its "
-            "folder"
-        )
 
+    if other is not None:
+        raise ValueError(
+            f"got {file}, which is {other}; expected weights: safetensors, or an archive of "
+            "torch.save; check the path, or copy or download it again"
+        )
     if not allow_pickle:
         raise PickledWeightsError(file)
 

@@ -34,7 +34,7 @@ class Conversion:
     """A change of tensors on the way from disk into a model, made on request.
 
     Args:
-        config_keys: settings that may then differ from those of the weights.
+        config_keys: settings in which model and weights may then differ.
         changed: the tensors that replace those on disk; None if there are none.
         replaced: patterns of tensors that may differ in any way: the ones on disk are left out,
             and the model's keep their initialization.

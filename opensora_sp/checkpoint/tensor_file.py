@@ -40,6 +40,8 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
+# Bytes of a header, of the library safetensors as well.
+MAX_HEADER = 100_000_000
 INDEX_NAME = re.compile(r".+\.index(\..+)?\.json")
 
 
@@ -120,7 +122,8 @@ def is_safetensors(path: Path) -> bool:
     """
     with open_regular(path) as file:
         start: bytes = file.read(9)
-    return start[8:] == b"{"
+    # Eight characters of a text are a larger number.
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

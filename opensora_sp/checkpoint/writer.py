@@ -252,6 +252,7 @@ class Saver:
                 yield self._receive_from(rank, local)
 
     def _receive_from(self, rank: int, like: Tensor) -> Tensor:
+        # A variable of the generator would keep one shard while the next one is received.
         received = torch.empty_like(like)
         dist.recv(received, src=rank, group=self._group)
         return received

@@ -125,21 +125,17 @@ class NamedShards:
     def _check_groups(self, saved: list[dict[str, Any]], source: Any) -> None:
         """Raise ValueError unless the saved groups hold the same parameters, in the same order."""
         groups = self.groups()
-        place, saved_place = _group_of(groups), _group_of(saved)
-
-        differences = [f"missing {name}" for name in place if name not in saved_place]
-        differences += [f"unexpected {name}" for name in saved_place if name not in place]
-        differences += [
-            f"{name} is in group {saved_place[name]} there, in group {number} here"
-            for name, number in place.items()
-            if saved_place.get(name, number) != number
-        ]
-        if differences or len(groups) != len(saved):
+        here, there = _group_of(groups), _group_of(saved)
+        names = [name for name in (here | there) if here.get(name) != there.get(name)]
+        if names or len(groups) != len(saved):
+            places = [
+                f"{name} is in group {there.get(name)} there, {here.get(name)} here"
+                for name in names[:4]
+            ]
             raise ValueError(
                 f"got optimizer state of other parameter groups in {source} ({len(saved)} groups "
-                f"there, {len(groups)} here; {', '.join(differences[:4])}); expected the same "
-                "parameters in the same groups; build the optimizer as it was when the state was "
-                "saved"
+                f"there, {len(groups)} here; {', '.join(places)}); expected the same parameters in "
+                "the same groups; build the optimizer as it was when the state was saved"
             )
 
     def load_state(

@@ -1,6 +1,7 @@
 """The command ``opensora-sp``.
 
-A subcommand is a module with ``parser`` and ``run``, which is imported when it is chosen.
+A subcommand is a module with ``parser`` and ``run``, which is imported when it is chosen. Its name
+is the command's, or says more where the package has a module of that name.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from typing import Any, NamedTuple
 
 from opensora_sp import __version__
 from opensora_sp.common.console import Parser, exit_on_interrupt, log_to_terminal, report_errors
+from opensora_sp.common.importing import nearest
 from opensora_sp.runtime.processes import end_with_launchers
 
 
 class Command(NamedTuple):
-    """A subcommand, and an example of it in a folder that ``init`` has written."""
+    """A subcommand, and an example of it in a folder that ``init`` has written.
+
+    Attributes:
+        module: of this package; by default of the command's name.
+    """
 
     help: str
     example: str
+    module: str = ""
 
 
 # The usual path, in its order.
@@ -34,12 +41,14 @@ COMMANDS = {
     "index": Command(
         "probe all videos and images of a folder and write the training manifest",
         "opensora-sp index data/clips -o data/clips.csv",
+        "index_clips",
     ),
     "precompute": Command(
         "encode the clips of a config once into a feature cache, to train from with "
         "CachedFeatures; started again, it resumes",
         "torchrun --nproc_per_node 2 -m opensora_sp.cli precompute configs/demo/first.py "
         "-o cache/first",
+        "precompute_features",
     ),
     "train": Command(
         "train a model from a config; torchrun or colossalai run start it on several processes",
@@ -70,10 +79,12 @@ COMMANDS = {
     "config": Command(
         "check a config and print its resolved values",
         "opensora-sp config configs/demo/first.py --explain",
+        "show_config",
     ),
     "convert": Command(
         "read weights of a model, a VAE or a T5 in any layout, write config.json and safetensors",
-        "opensora-sp convert outputs/first weights/first --ema",
+        "opensora-sp convert outputs/first weights/first",
+        "convert_weights",
     ),
     "doctor": Command(
         "check this host and report what would keep a run from starting; started by torchrun "
@@ -101,6 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log_to_terminal()
 
     with report_errors():
+        if name not in COMMANDS and not name.startswith("-"):
+            raise ValueError(
+                f"got the command {name!r}; expected one of {', '.join(COMMANDS)}; "
+                f"{nearest(name, COMMANDS)}"
+            )
         args = command_line(name).parse_args(words)
         args.words = words
         command_module(args.command).run(args)
@@ -108,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def command_module(name: str) -> Any:
     """The module of a subcommand."""
-    return import_module(f"opensora_sp.cli.{name}")
+    return import_module(f"opensora_sp.cli.{COMMANDS[name].module or name}")
 
 
 def command_line(chosen: str) -> argparse.ArgumentParser:

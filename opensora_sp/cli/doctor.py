@@ -148,7 +148,7 @@ def _lines(checks: list[Check]) -> list[str]:
     lines = []
     for check in checks:
         label = f"  {check.status:5}{check.name:{LABEL_WIDTH}} "
-        lines += _wrap(check.found, label, MARGIN) or [label]
+        lines += _wrap(check.result, label, MARGIN) or [label]
         lines += _wrap(check.advice, MARGIN + "-> ", MARGIN + "   ")
     return lines
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opensora_sp.common.console import Parser, add_allow_pickle, add_cfg_options
 from opensora_sp.common.files import atomic_write, check_writable
-from opensora_sp.evaluation.run import Settings, evaluate
+from opensora_sp.evaluation.evaluate import Settings, evaluate
 from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 
 
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate; rank 0 prints the table and writes the JSON file."""
+    # Before the evaluation, which may take hours.
     with raise_on_all_ranks():
         if args.output is not None:
             check_writable(args.output.parent)

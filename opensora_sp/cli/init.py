@@ -9,7 +9,7 @@ from pathlib import Path
 from opensora_sp.checkpoint.pretrained import check_vacant
 from opensora_sp.common.files import SHIPPED, check_writable, shipped_name
 from opensora_sp.config import TrainConfig, load_train_config
-from opensora_sp.config.files import files_of
+from opensora_sp.config.config_file import files_of
 from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
 from opensora_sp.data.index import relative_entries
 
@@ -102,6 +102,7 @@ def _copy_prompts(config: Path, target: Path) -> None:
 
 def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
     """Write toy clips that fit a config, each with its caption, and their manifest."""
+    # Of which every frame_interval-th is used.
     num_frames = (cfg.num_frames - 1) * cfg.dataset.frame_interval + 1
     clips = manifest.with_suffix("")
     clips.mkdir(parents=True)

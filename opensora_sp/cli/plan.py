@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -13,8 +14,8 @@ from tqdm import tqdm
 
 from opensora_sp.common.console import config_arguments
 from opensora_sp.config import load_either
-from opensora_sp.planner import BatchEstimate, Plan
-from opensora_sp.planner.run_plan import estimator_of, plan_of
+from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.run_plan import BatchEstimate, Plan, bucket_estimates, estimator_of
 
 from .plan_calibration import run_calibration
 from .plan_fit import run_fit
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, metavar="M", help=nodes)
     memory = "memory of a GPU in GB (1e9 bytes), to report what does not fit"
     add("--memory-gb", type=float, metavar="G", help=memory)
-    add("--gpu", metavar="NAME", help="H100 or H200: for its memory and rates")
+    add("--gpu", metavar="NAME", help="such as H100 or A100-80GB: for its memory and rates")
     add("--json", action="store_true", help="all numbers, in bytes, as JSON")
     fit = (
         "choose batch sizes and gradient checkpointing that fit into a GPU's memory, such as 80GB "
@@ -72,12 +73,15 @@ def run(args: argparse.Namespace) -> None:
         gpu=args.gpu,
     )
     steps = schedule_steps(estimator, progress)
-    result = plan_of(estimator, None if steps is None else steps.degrees, progress)
+    estimates = bucket_estimates(estimator, {} if steps is None else steps.degrees)
     if args.json:
-        sys.stdout.write(json.dumps(result.to_dict(), indent=1) + "\n")
+        sys.stdout.write(json.dumps(Plan(estimator, list(estimates)).to_dict(), indent=1) + "\n")
         return
-    lines = table(result) + ([] if steps is None else ["", *steps.describe()])
-    sys.stdout.write("\n".join(lines) + "\n")
+    lines = table(estimator, estimates)
+    for line in chain(lines, [] if steps is None else ["", *steps.describe()]):
+        # At once, since a plan of many buckets takes seconds.
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -99,37 +103,47 @@ def _check_options(args: argparse.Namespace) -> None:
         )
 
 
-def table(plan: Plan) -> list[str]:
-    """The plan in lines of at most 100 characters."""
-    run = plan.run
-    purpose, what = "sampling", "a call of the model"
-    if run.training:
-        purpose, what = "training", "a micro-batch"
+def table(run: RunEstimator, estimates: Iterable[BatchEstimate]) -> Iterator[str]:
+    """The plan in lines of at most 100 characters, a bucket's as soon as it is estimated."""
+    buckets: list[BatchEstimate] = []
+    for estimate in estimates:
+        if not buckets:
+            yield from [*_heading(run), HEAD]
+        buckets.append(estimate)
+        yield _row(estimate)
+
+    what = "a micro-batch" if run.training else "a call of the model"
+    yield from _wrapped(
+        f"MB sent: by a rank for {what}. GB peak: of a rank, {run.kernels_in_words}, without the "
+        f"encoders. s: of {what}, by arithmetic at the rates of {run.options.cost_model.name}."
+    )
+    if len(buckets) == 1:
+        yield from _details(buckets[0])
+
+
+def _heading(run: RunEstimator) -> list[str]:
+    """Model, precision and processes of the run."""
+    purpose = "training" if run.training else "sampling"
     title = (
         f"{run.name}, {run.sizes.total / 1e6:.1f} M parameters, {purpose} in {run.cfg.precision}, "
         f"{run.num_gpus} GPUs"
     )
-    if run.communicators is not None:
-        degrees = (
-            "sp_size: chosen for each micro-batch; below, on the ranks that its batches run on. "
-            + run.communicators.describe()
-        )
-        lines = [title, *_wrapped(degrees)]
-    else:
+    if run.has_one_degree:
         lines = [f"{title} = dp_size {run.num_gpus // run.ranks} x sp_size {run.ranks}"]
         if run.knows_nodes:
             spans = "spans nodes: its exchanges use the network"
             where = spans if run.spans_nodes(run.ranks) else "lies on one node"
             lines.append(f"a group of {run.ranks} ranks {where}")
+    else:
+        degrees = (
+            "sp_size: chosen for each micro-batch; below, on the ranks that its batches run on. "
+            "Communicators of the groups of a rank take about "
+            f"{sum(run.communicators) / 1e9:.1f} GB of its GPU"
+        )
+        lines = [title, *_wrapped(degrees)]
     if run.adapters is not None:
         lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained")
-
-    lines += ["", HEAD, *map(_row, plan.buckets)]
-    lines += _wrapped(
-        f"MB sent: by a rank for {what}. GB peak: of a rank, {run.kernels_in_words}, without the "
-        f"encoders. s: of {what}, by arithmetic at the rates of {run.options.cost_model.name}."
-    )
-    return lines + (_details(plan.buckets[0]) if len(plan.buckets) == 1 else [])
+    return [*lines, ""]
 
 
 def _row(estimate: BatchEstimate) -> str:

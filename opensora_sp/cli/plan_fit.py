@@ -9,15 +9,16 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from opensora_sp.config import TrainConfig, dump_config, load_either
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.planner.batches import with_batch_sizes_in
-from opensora_sp.planner.communicators import GPUS_OF_NODE
 from opensora_sp.planner.fit import LARGEST_BATCH, Fit, fit
 from opensora_sp.planner.run_plan import check_numbers, rates_of
+from opensora_sp.planner.traffic import GPUS_OF_NODE
 
 UNITS = {"": 1e9, "GB": 1e9, "GiB": 1024**3}
 COLUMNS = 100
@@ -60,7 +61,7 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
     config = dump_config(with_batch_sizes_in(cfg, result.sizes))
     out.write_text(f"# {command}\n{config}", encoding="utf-8")
     if args.json:
-        sys.stdout.write(json.dumps(result.to_dict(), indent=1) + "\n")
+        sys.stdout.write(json.dumps(asdict(result), indent=1) + "\n")
     else:
         sys.stdout.write(f"{table(result, cfg)}\nwritten: {out}\n")
 
@@ -127,16 +128,8 @@ def table(fit: Fit, cfg: TrainConfig) -> str:
     notes = [GB_PEAK]
     if fit.communicators:
         notes.append(
-            f"Communicators of groups beside the largest one take {fit.communicators / 1e9:.3g} GB "
-            "of the bound."
-        )
-    uneven = [fitted for fitted in fit.batches if not fitted.is_balanced]
-    if uneven:
-        listed = ", ".join(f"{fitted.name} by {fitted.deviation:+.0%}" for fitted in uneven)
-        notes.append(
-            f"Deviating by more than a tenth and than one clip: {listed}. One clip takes longer "
-            "than the batches of others that fit, a larger batch is not allowed, or ranks would "
-            "have to share its clips."
+            f"Communicators of all groups but the largest take {fit.communicators / 1e9:.3g} GB of "
+            "the bound."
         )
     for note in notes:
         lines += textwrap.wrap(note, COLUMNS)

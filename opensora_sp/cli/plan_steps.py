@@ -111,7 +111,7 @@ def schedule_steps(
     if not isinstance(cfg.sp_size, int):
         family = nested_groups(world_size, run.gpus_per_node)
         least = _least_ranks(run, progress(list(batches)), group_sizes(family))
-        limit = f" and {run.memory / 1e9:.4g} GB of a GPU beside communicators"
+        limit = f" and {run.memory / 1e9:.4g} GB of a GPU next to communicators"
 
     work = Work(cfg, options=run.options)
     per_node = min(run.gpus_per_node, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from opensora_sp.common.console import Parser
@@ -19,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     add("--nproc", type=int, default=1, metavar="N", help="processes that sample (default: 1)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=7860, help="port; 0 takes a free one (default: 7860)")
-    add("--token", help="secret in the page's address (default: drawn at each start)")
+    add("--token", help="secret part of the page's address (default: drawn at each start)")
     return parser
 
 
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> None:
                 "outputs of trainings"
             )
 
+    sys.stderr.write("starting: Gradio and torch take some seconds to import\n")
     # Before Gradio and torch are imported, here and in the ranks: nothing asks another machine.
     os.environ |= {
         "GRADIO_ANALYTICS_ENABLED": "False",

@@ -53,7 +53,8 @@ def wait_for_first_failure() -> None:
     pid = "" if marker is None else _read_pid(marker)
 
     wait_until(lambda: not _is_running(pid), EXIT_TIMEOUT)
-    time.sleep(0.5)  # for SIGTERM
+    # SIGTERM from the launcher arrives meanwhile.
+    time.sleep(0.5)
 
 
 def _marker(file: str) -> Path | None:

@@ -113,10 +113,11 @@ def read_small_file(path: str | Path, max_bytes: int, what: str) -> bytes:
     """
     content = bytearray()
     with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         # In parts: a read reserves memory for all that it may return.
-        while len(content) <= max_bytes and (part := file.read(1 << 16)):
+        while max(size, len(content)) <= max_bytes and (part := file.read(1 << 16)):
             content += part
-    if len(content) > max_bytes:
+    if max(size, len(content)) > max_bytes:
         raise ValueError(
             f"got {path} of more than {max_bytes:,} bytes; expected {what} of at most so many; "
             "check that it is the right file, or split it"

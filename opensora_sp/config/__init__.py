@@ -1,22 +1,30 @@
 """Configs: mmengine-style files, a schema that refuses what it does not know, overrides that are
 data.
+
+What reads files, and the keys of trainings, are imported on first use: a sampler needs neither.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .components import ModelSpec, build_component, split_type
-from .findings import explain
+from .draft import explain
 from .inference_config import InferenceConfig
-from .launch import check_launch, unused_settings
-from .load import (
-    dump_config,
-    load_either,
-    load_inference_config,
-    load_train_config,
-    parse_override,
-    saved_train_config,
-    sources,
-)
+from .launch_checks import check_launch, unused_settings
 from .sections import PromptOptions
-from .train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from .load import (
+        dump_config,
+        load_either,
+        load_inference_config,
+        load_train_config,
+        parse_override,
+        saved_train_config,
+        sources,
+    )
+    from .train_config import TrainConfig
 
 __all__ = [
     "InferenceConfig",
@@ -36,3 +44,12 @@ __all__ = [
     "split_type",
     "unused_settings",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    from . import load
+
+    return getattr(load, name)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -28,8 +28,8 @@ from opensora_sp.encoders import (
 from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes
 from opensora_sp.models.kernels import Kernels
 from opensora_sp.models.registry import model_class
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.options import Options
 
 from .components import (
     SCHEDULERS,
@@ -39,8 +39,11 @@ from .components import (
     check_options,
     split_type,
 )
-from .findings import raise_together
-from .sections import Frames, SequenceParallel, Strict, frame_size
+from .draft import raise_together
+from .sections import Frames, Seed, SequenceParallel, Strict, frame_size
+
+Unused: TypeAlias = tuple[tuple[str, ...], str]
+"""Keys of which none has an effect, and why."""
 
 
 def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | None:
@@ -164,7 +167,7 @@ class Common(Strict):
     """Speed of devices and links, by which ranks share work: "H100", "H200", "CPU", or a file that
     `opensora-sp plan --calibrate` has written. None is the preset of the device."""
 
-    seed: int = Field(42, ge=0)
+    seed: Seed = 42
     """Seed of all random draws."""
 
     model: Annotated[dict[str, Any], AfterValidator(_checked_model)]
@@ -201,6 +204,7 @@ class Common(Strict):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Common:
+        # Sizes first: the rules read them.
         self._one_frame_size()
         self._one_latent_size()
         raise_together(*self._rules())
@@ -260,6 +264,10 @@ class Common(Strict):
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
+
+    def unused(self) -> Iterator[Unused]:
+        """Keys that have no effect with the other keys' values, and why."""
+        return iter(())
 
     def parallel_options(self, cost_model: CostModel) -> Options:
         """The options of ``sequence_parallel``, with the rates that choices depend on."""

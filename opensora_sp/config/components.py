@@ -15,8 +15,7 @@ from opensora_sp.diffusion import IDDPM, RectifiedFlow
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class, resolve_config
 
-from .draft import Draft, is_option
-from .findings import ConfigError, expected_by, raise_together
+from .draft import ConfigError, Draft, expected_by, is_option, raise_together
 
 SCHEDULERS: dict[str, Any] = {"rflow": RectifiedFlow, "iddpm": IDDPM}
 ALLOWED = "allow_types"
@@ -97,7 +96,7 @@ def check_options(key: str, options: dict[str, Any], cls: Any) -> dict[str, Any]
     Raises:
         ValueError: with all options that are unknown, missing, or of another type.
     """
-    # Custom classes may use types unknown to pydantic: only what is set is checked.
+    # Custom classes may use types unknown to pydantic: only set options are checked.
     try:
         hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)
     except NameError:
@@ -129,7 +128,7 @@ def check_types(
         ValueError: as of ``check_options``.
     """
     # Pydantic reports all wrong options of a typed dict at once.
-    config = ConfigDict(extra=extra, arbitrary_types_allowed=True)
+    config = ConfigDict(extra=extra, arbitrary_types_allowed=True, allow_inf_nan=False)
     schema = with_config(config)(TypedDict("Options", types))  # type: ignore[operator]
     try:
         checked: dict[str, Any] = TypeAdapter(schema).validate_python(options)

@@ -7,8 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from .common import Common
-from .sections import Precision, Prompts
+from .common import Common, Unused
+from .components import SCHEDULERS, build_component
+from .sections import Fps, Precision, Prompts
+
+MAX_STEPS, MAX_SCALE = 100_000, 1000.0
+OF_BACKWARD = ("sequence_parallel.recompute_communication", "sequence_parallel.overlap_backward")
 
 
 class InferenceConfig(Common):
@@ -28,10 +32,10 @@ class InferenceConfig(Common):
     precision: Precision = "bf16"
     """Data type of the model's computation."""
 
-    fps: float = Field(24.0, gt=0)
+    fps: Fps = 24.0
     """Frames per second, also an input of the model."""
 
-    save_fps: float | None = Field(None, gt=0)
+    save_fps: Fps | None = None
     """Frames per second of the files; None is `fps`."""
 
     batch_size: int = Field(1, ge=1)
@@ -105,6 +109,18 @@ class InferenceConfig(Common):
         yield from super()._rules()
         yield self._scores_have_numbers
         yield self._condition_fits
+        yield self._guidance_and_steps_are_bounded
+
+    def _guidance_and_steps_are_bounded(self) -> None:
+        process = build_component(self.scheduler, SCHEDULERS)
+        scales = (process.cfg_scale, getattr(process, "image_cfg_scale", None) or 0.0)
+        are_scales = all(0 <= scale <= MAX_SCALE for scale in scales)
+        if not are_scales or process.num_sampling_steps > MAX_STEPS:
+            raise ValueError(
+                f"got scheduler with scales of guidance {scales} and num_sampling_steps "
+                f"{process.num_sampling_steps}; expected scales from 0 to {MAX_SCALE:g}, 1 for no "
+                f"guidance, and at most {MAX_STEPS:,} steps; change cfg_scale or num_sampling_steps"
+            )
 
     def _scores_have_numbers(self) -> None:
         for name in ("aes", "flow"):
@@ -130,3 +146,19 @@ class InferenceConfig(Common):
                 "with use_cond=True, 'rflow' and batch_size=1; correct these, or place frames by "
                 "mask_strategy"
             )
+
+    def unused(self) -> Iterator[Unused]:
+        """See ``Common.unused``."""
+        yield OF_BACKWARD, "sampling has no backward pass"
+        if self.prompts:
+            yield ("prompt_path",), "there are prompts, which take its place"
+        if self.aes is None and self.flow is None:
+            yield ("score_style",), "aes and flow are None"
+        if self.cond_type is None and self.scheduler.get("cfg_scale") == 1:
+            yield ("negative_prompt",), "scheduler.cfg_scale is 1, which is no guidance"
+
+        if self.cond_type is not None:
+            yield ("condition_frame_edit",), "cond_type gives conditioning frames as they are"
+        elif self.loop == 1:
+            keys = ("condition_frame_length", "condition_frame_edit")
+            yield keys, "loop is 1, so no part continues another"

@@ -17,15 +17,18 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from .components import check_overriding_types
-from .draft import Draft, Run, dotted, leaves
-from .files import read_config
-from .findings import explain, raise_together
+from .config_file import read_config
+from .draft import Draft, Run, dotted, explain, leaves, raise_together
 from .inference_config import InferenceConfig
+from .open_sora import check_family, translate
 from .train_config import TrainConfig
-from .translate import check_family, translate
 
 Checked = TypeVar("Checked", bound=BaseModel)
 SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": InferenceConfig}
+KEYS_OF: dict[Run, tuple[str, ...]] = {
+    "train": ("dataset", "data_path", "max_steps", "epochs"),
+    "sample": ("prompts", "prompt", "prompt_path", "ckpt", "num_samples", "num_sample"),
+}
 FLAG = "--cfg-options"
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 UNQUOTED = (
@@ -78,8 +81,8 @@ def saved_train_config(
         name = str(values.get(key, {}).get("type"))
         if "." in name:
             raise ValueError(
-                f"got {key}.type {name!r} in {source}, which is data and may not name what is "
-                "imported; expected a name without a module; pass the run's own config with "
+                f"got {key}.type {name!r} in {source}, which is data and may not name classes "
+                "to import; expected a name without a module; pass the run's own config with "
                 "--config CONFIG"
             )
 
@@ -109,9 +112,7 @@ def load_either(
 ) -> tuple[TrainConfig | InferenceConfig, Draft]:
     """A training config or else a sampling config, by its keys, and the origins of its values."""
     # Open-Sora's keys are among them: the config is not translated yet.
-    draft = read_config(path)
-    trains = any(key in draft for key in ("dataset", "data_path", "max_steps", "epochs"))
-    run: Run = "train" if trains else "sample"
+    run = _run_of(read_config(path)) or "sample"
     draft = load_draft(path, overrides, run=run)
     return _checked(SCHEMAS[run], draft, path), draft  # type: ignore[return-value]
 
@@ -126,17 +127,23 @@ def load_draft(
     """Values of a file and the command line, translated but not validated yet.
 
     Logs a line for each translated key.
+
+    Raises:
+        ValueError: for a config of the other kind of run, and for options and keys that do not fit.
     """
     draft = read_config(path)
+    if _run_of(draft) not in (None, run):
+        raise ValueError(_other_run(draft, path, run))
 
     try:
+        # Before translation: options may have keys of Open-Sora, too.
         apply_options(draft, overrides or [])
         # A config has one size: an option's size takes the place of any other.
         if values and "resolution" in values:
             for key in ("image_size", "aspect_ratio"):
                 draft.pop(key)
         settings = (
-            partial(draft.set, key, value, _flag(key)) for key, value in (values or {}).items()
+            partial(draft.set, key, setting, _flag(key)) for key, setting in (values or {}).items()
         )
         raise_together(*settings)
         check_family(draft)
@@ -146,15 +153,39 @@ def load_draft(
         raise ValueError(f"in {path}:\n  {error}") from None
 
     # An empty dict is an inherited one that was removed with _delete_.
-    draft.values = {key: value for key, value in draft.values.items() if value != {}}
+    draft.values = {key: setting for key, setting in draft.values.items() if setting != {}}
     for note in draft.notes:
         logger.info("%s", note)
     return draft
 
 
+def _run_of(draft: Draft) -> Run | None:
+    """The kind of a file's config by its keys, ours or Open-Sora's; None where it has none of them.
+
+    Keys of trainings decide: no sampling has them.
+    """
+    for run, keys in KEYS_OF.items():
+        if any(key in draft for key in keys):
+            return run
+    return None
+
+
+def _other_run(draft: Draft, path: str | Path, run: Run) -> str:
+    if run == "sample":
+        written = Path(draft.get("outputs") or draft.get("save_dir") or "RUN", "sample.py")
+        return (
+            f"got {path}, which is a training config; expected a sampling config; take the one "
+            f"that the training writes into its folder, RUN/sample.py: here {written}"
+        )
+    return (
+        f"got {path}, which is a sampling config; expected a training config; take the one of the "
+        "run, RUN/config.py, or opensora-sp sample for this one"
+    )
+
+
 def dump_config(config: BaseModel) -> str:
     """The resolved config as a Python file that loads again to the same values."""
-    lines = [f"{key} = {value!r}" for key, value in config.model_dump().items()]
+    lines = [f"{key} = {setting!r}" for key, setting in config.model_dump().items()]
     return "# The resolved config of a run; it can be run again.\n" + "\n".join(lines) + "\n"
 
 
@@ -169,18 +200,18 @@ DERIVED_FROM = {
 
 def sources(config: BaseModel, draft: Draft) -> Iterator[tuple[str, Any, str]]:
     """(key, value, origin) of all values: file and line, option, another key, or the default."""
-    for key, value in leaves(config.model_dump()):
+    for key, setting in leaves(config.model_dump()):
         name, is_set = dotted(key), draft.get(key) is not None
         others = [other for other in DERIVED_FROM.get(name, ()) if other in draft]
 
-        if is_set and value is None:
-            yield name, value, f"used up for image_size, {draft.origin(key)}"
+        if is_set and setting is None:
+            yield name, setting, f"used up for image_size, {draft.origin(key)}"
         elif is_set or (key in draft and not others):
-            yield name, value, draft.origin(key) or ""
+            yield name, setting, draft.origin(key) or ""
         elif others:
-            yield name, value, f"from {others[0]}, {draft.origin(others[0])}"
+            yield name, setting, f"from {others[0]}, {draft.origin(others[0])}"
         else:
-            yield name, value, "default"
+            yield name, setting, "default"
 
 
 def _checked(schema: type[Checked], draft: Draft, path: str | Path) -> Checked:

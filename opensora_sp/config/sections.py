@@ -11,18 +11,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from opensora_sp.data.captions import Captions
 from opensora_sp.data.resolutions import named_frames, named_size
 from opensora_sp.models.lora import DEFAULT_TARGETS
-from opensora_sp.parallel import Options
+from opensora_sp.parallel.options import Options
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Frames = Annotated[int, BeforeValidator(named_frames)]
 """A number of frames, or its name ("2s", "4x")."""
+
+Fps = Annotated[float, Field(gt=0, le=1000)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Strict(BaseModel):
     """Base of all sections; unknown keys are errors."""
 
     model_config = ConfigDict(
-        extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
 
@@ -160,16 +166,10 @@ class PromptOptions(Strict):
     aspect_ratio: str | None = None
     """HEIGHT:WIDTH such as 9:16, with a named resolution."""
 
-    height: int | None = Field(None, ge=1)
-    """Height in pixels, with `width`, instead of `resolution`."""
-
-    width: int | None = Field(None, ge=1)
-    """Width in pixels, with `height`."""
-
-    fps: float | None = Field(None, gt=0)
+    fps: Fps | None = None
     """Frames per second; None is the config's."""
 
-    seed: int | None = Field(None, ge=0)
+    seed: Seed | None = None
     """Seed of its noise, independent of its position; None is the config's."""
 
     reference_path: str | None = None
@@ -182,15 +182,7 @@ class PromptOptions(Strict):
     """Files of the further inputs of a derived model, by name, or `actions=a.npy;map=b.npy`."""
 
     @model_validator(mode="after")
-    def _one_size(self) -> PromptOptions:
-        pixels = (self.height is None, self.width is None)
-        if pixels[0] != pixels[1] or (self.resolution is not None and not all(pixels)):
-            raise ValueError(
-                f"got height {self.height}, width {self.width} and resolution {self.resolution!r} "
-                f"for {self.prompt!r}; expected height and width, or resolution, or none of them; "
-                "give one size"
-            )
-
+    def _size_is_known(self) -> PromptOptions:
         if self.aspect_ratio is not None and self.resolution is None:
             raise ValueError(
                 f"got aspect_ratio {self.aspect_ratio!r} without resolution for {self.prompt!r}; "
@@ -204,8 +196,6 @@ class PromptOptions(Strict):
     @property
     def size(self) -> tuple[int, int] | None:
         """Height and width in pixels; None if the prompt has no size."""
-        if self.height is not None and self.width is not None:
-            return self.height, self.width
         return None if self.resolution is None else frame_size(self.resolution, self.aspect_ratio)
 
 
@@ -244,7 +234,7 @@ class Validation(Strict):
     cfg_scale: float | None = None
     """Scale of classifier-free guidance, 1 is off; None is the scheduler's default."""
 
-    fps: float = Field(24.0, gt=0)
+    fps: Fps = 24.0
     """Frames per second of the videos."""
 
     format: Literal["mp4", "gif"] = "mp4"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from opensora_sp.models.conditioning import sample_numbers
+from opensora_sp.models.conditions import sample_numbers
 
 Prediction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``predict(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> ``[B, C_out, F, h, w]``."""

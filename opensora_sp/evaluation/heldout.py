@@ -17,12 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
+from opensora_sp.config import TrainConfig
 from opensora_sp.data import ClipShape, MicroBatch, VideoTextDataset
 from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import Features, ShardedEncoder
 from opensora_sp.features.sources import Source
 from opensora_sp.parallel import SequenceMesh
+
+
+def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
+    """The clips of ``validation.manifest``, cut as clips of training; None without one."""
+    if cfg.validation is None or cfg.validation.manifest is None:
+        return None
+    return VideoTextDataset(
+        cfg.validation.manifest,
+        num_frames=cfg.num_frames,
+        image_size=cfg.size,
+        frame_interval=cfg.dataset.frame_interval,
+        time_limit=cfg.dataset.time_limit,
+        cache=cfg.dataset.cache,
+        limits=cfg.limits,
+        extra=cfg.extra_files,
+        captions=cfg.dataset.captions,
+    )
 
 
 @dataclass(frozen=True)

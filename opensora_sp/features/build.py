@@ -28,10 +28,10 @@ from opensora_sp.data import (
 from opensora_sp.data.buckets import Buckets
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.recompute import levels_of
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import RankGroup
-from opensora_sp.planner.checkpointing import recomputed_share
+from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
 from opensora_sp.runtime.cost_model_file import cost_model_of
 

@@ -101,7 +101,7 @@ class CorruptSamples:
         for corrupt, error in reports:
             for path, reason in corrupt.items():
                 if path not in self.found and self.mesh.rank == 0:
-                    logger.warning("skipped a clip that cannot be read: %s (%s)", path, reason)
+                    logger.warning("skipped a clip: %s (%s)", path, reason)
                 self.found.setdefault(path, reason)
             if error:
                 raise ValueError(error)

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .blocks import STDiT3Block
-from .conditioning import Text, sample_numbers
-from .config import STDiT2Config, STDiT3Config, STDiTConfig
+from .conditions import Text, sample_numbers
 from .hook_points import Attend, Gather, Point, Segment, Shard, Switch, Tokenwise
 from .layers import CrossAttention, PatchEmbed3D
 from .stdit3 import STDiT3
+from .stdit_config import STDiT2Config, STDiT3Config, STDiTConfig
 from .token_layout import PatchGrid, Rows
 
 if TYPE_CHECKING:

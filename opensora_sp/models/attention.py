@@ -13,7 +13,11 @@ Which kernel computes it is chosen by name or from a table (``attention_table.py
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
 
 Packed tokens of unequal lengths take the package's varlen function or, on CUDA, torch's kernels
-below its scaled dot product attention (``packed_attention.py``).
+below its scaled dot product attention (``flash``, ``efficient``), with the arguments of
+``flash_attn_varlen_func``. These are operators of torch's nested tensors, with derivatives that
+autograd knows but without a public name before 2.10. Their first arguments have stayed the same
+since 2.2. Where a later torch changes them, ``available`` is False. Without a kernel, samples of
+equal lengths share a call.
 
 Legend: R rows, L tokens of a row, N packed tokens, H heads, D head width, P pieces of samples.
 """
@@ -21,9 +25,11 @@ Legend: R rows, L tokens of a row, N packed tokens, H heads, D head width, P pie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,6 +44,8 @@ from .attention_table import (
     LABELS,
     NAMES,
     SAFE_CUDNN,
+    Backend,
+    Backends,
     Choice,
     Platform,
     Sequences,
@@ -46,10 +54,8 @@ from .attention_table import (
     obstacle,
 )
 from .functions import with_zero_gradients
-from .kernels import attend_short_rows, chosen
-from .kernels.short_rows import explicit_softmax
-from .packed_attention import Kernel, attend_packed, available, efficient, flash
-from .packing import MAX_ROWS, Lengths, Packing
+from .kernels.fused import attend_short_rows, chosen, explicit_softmax
+from .packing import MAX_ROWS, Call, Lengths, Packing
 
 logger = logging.getLogger(__name__)
 
@@ -61,43 +67,19 @@ GPUS = ("cuda", "meta")
 # Of such a GPU, an H100 or H200.
 PROCESSORS = 132
 
+Kernel = Callable[..., Tensor]
 
-@dataclass(frozen=True)
-class Backend:
-    """A kernel for one kind of tensors; ``choose_backend`` resolves a name to it.
-
-    Args:
-        name: a name in ``attention_table.KERNELS``.
-        processors: multiprocessors of the device. Packed queries are cut into pieces for them.
-        deterministic: gradients of queries are summed without atomics
-            (``torch.use_deterministic_algorithms``).
-    """
-
-    name: str
-    processors: int = 1
-    deterministic: bool = False
+# Names in ``KERNELS`` that failed verification on this device.
+_refused: frozenset[str] = frozenset()
 
 
-# Names in ``KERNELS`` that failed verification on this device, by kind of attention.
-_refused: dict[str, frozenset[str]] = {}
-
-
-def set_refused(refused: Mapping[str, Collection[str]]) -> None:
-    """Set which kernels this process runs no more, by kind of attention.
+def set_refused(names: Iterable[str]) -> None:
+    """Set which kernels this process runs no more.
 
     ``opensora_sp.device_verification`` compares the kernels of a run and calls this.
     """
-    _refused.clear()
-    _refused.update({kind: frozenset(names) for kind, names in refused.items()})
-
-
-@dataclass(frozen=True)
-class Backends:
-    """The backend of each kind of attention in a batch, or its name."""
-
-    spatial: str | Backend = "auto"
-    temporal: str | Backend = "auto"
-    cross: str | Backend = "auto"
+    global _refused
+    _refused = frozenset(names)
 
 
 # Kernels of packages and lengths of packed tokens belong to no graph.
@@ -131,15 +113,8 @@ def attention(
         backend = choose_backend(backend, q.device, q.dtype, q.shape[-1], length=length)
     if lengths is None:
         return _attend_rows(backend, q, k, v)
-    return attend_packed(
-        q,
-        k,
-        v,
-        lengths,
-        attend_rows=partial(_attend_rows, backend),
-        kernel_for=partial(_varlen_kernel, backend),
-        processors=backend.processors,
-    )
+    packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
+    return _attend_packed(backend, q, k, v, packing)
 
 
 def choose_backends(
@@ -184,13 +159,8 @@ def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
     if chosen("short_rows", like):
         sequences = replace(sequences, short_rows=True)
     if device.type == "cuda":
-        sequences = replace(sequences, refused=_refused_of(sequences.kind))
+        sequences = replace(sequences, refused=_refused)
     return _choose(name, sequences, device, torch.are_deterministic_algorithms_enabled())
-
-
-def _refused_of(kind: str | None) -> frozenset[str]:
-    """Of a kind of attention; of a call that names none, of any kind."""
-    return _refused.get(kind, frozenset()) if kind else frozenset().union(*_refused.values())
 
 
 @cache
@@ -224,14 +194,7 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if backend.name == "short_rows":
         return attend_short_rows(q, k, v)
 
-    if backend.name == "flash3":
-        return _flash_3_rows(backend.deterministic, q, k, v)
-
-    return _in_parts(_rows_kernel(backend), q, k, v)
-
-
-def _in_parts(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By calls of at most ``MAX_ROWS`` rows."""
+    kernel = _package_kernel(backend, "flash_attn_func") or partial(_sdpa_rows, backend.name)
     if len(q) <= MAX_ROWS:
         # The backward of a split is a copy.
         return kernel(q, k, v)
@@ -239,20 +202,10 @@ def _in_parts(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) ->
     return torch.cat([kernel(*part) for part in parts])
 
 
-def _rows_kernel(backend: Backend) -> Callable[..., Tensor]:
-    """The kernel for rows ``[R, L, H, D]``."""
-    if backend.name == "flash":
-        return _flash_attn("flash_attn_func", backend)
-    return partial(_sdpa_rows, backend.name)
-
-
 def _varlen_kernel(backend: Backend, q: Tensor) -> Kernel | None:
     """A kernel for packed tokens with the arguments of ``flash``, if there is one."""
-    if backend.name == "flash":
-        return _flash_attn("flash_attn_varlen_func", backend)
-    if backend.name == "flash3":
-        return partial(_flash_attn_3, "flash_attn_varlen_func", backend.deterministic)
-    return torch_varlen_kernel(backend.name, q)
+    package_kernel = _package_kernel(backend, "flash_attn_varlen_func")
+    return package_kernel or torch_varlen_kernel(backend.name, q)
 
 
 def torch_varlen_kernel(name: str, q: Tensor) -> Kernel | None:
@@ -277,16 +230,17 @@ def _torch_varlen_kernel(name: str, sequences: Sequences, device: torch.device) 
     return None
 
 
-def _flash_attn(function: str, backend: Backend) -> Callable[..., Tensor]:
-    import flash_attn
+def _package_kernel(backend: Backend, function: str) -> Kernel | None:
+    """A function of the package of FlashAttention that a backend stands for, if it does."""
+    if backend.name == "flash":
+        import flash_attn
 
-    # The functions have this option since 2.4.1 only.
-    options = {"deterministic": True} if backend.deterministic else {}
-    return partial(getattr(flash_attn, function), **options)
-
-
-def _flash_3_rows(deterministic: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _in_parts(partial(_flash_attn_3, "flash_attn_func", deterministic), q, k, v)
+        # The functions have this option since 2.4.1 only.
+        options = {"deterministic": True} if backend.deterministic else {}
+        return partial(getattr(flash_attn, function), **options)
+    if backend.name == "flash3":
+        return partial(_flash_attn_3, function, backend.deterministic)
+    return None
 
 
 def _flash_attn_3(
@@ -338,10 +292,139 @@ def _sdpa_backends(name: str) -> list[SDPBackend]:
         return [efficient]
 
     cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
-    is_refused = "cudnn" in _refused_of(None)
+    is_refused = "cudnn" in _refused
     if torch.are_deterministic_algorithms_enabled() or is_refused or not cudnn_is_safe:
         return [flash, efficient]
     return [SDPBackend.CUDNN_ATTENTION, flash, efficient]
+
+
+ARGUMENTS = {
+    "_flash_attention_forward": (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+    ),
+    "_efficient_attention_forward": (
+        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p "
+        "custom_mask_type compute_log_sumexp"
+    ),
+}
+
+
+def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Attention of packed samples, by a kernel for packed tokens or for rows of equal lengths."""
+    # Under autocast, norms leave queries and keys wider than values, which no kernel takes.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    sums = sum(packing.queries), sum(packing.keys)
+    assert (len(q), len(k)) == sums, "lengths must add up to the tokens"
+
+    kernel = _varlen_kernel(backend, q) if q.numel() else None
+    if kernel is None:
+        return _by_lengths(backend, q, k, v, packing)
+
+    pieces = packing.pieces(q.shape[1], backend.processors)
+    k, v = pieces.repeat(k), pieces.repeat(v)
+    if pieces.are_equal:
+        rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
+        return _attend_rows(backend, rows, k, v).flatten(0, 1)
+    return _in_calls(kernel, q, k, v, pieces.calls)
+
+
+def _by_lengths(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Samples of equal lengths share a call, wherever they lie."""
+    runs = _runs(packing.queries, packing.keys)
+    q_rows = _rows(q, [(run.samples, run.queries) for run in runs])
+    k_rows, v_rows = (_rows(z, [(run.samples, run.keys) for run in runs]) for z in (k, v))
+
+    alike = defaultdict(list)
+    for i, run in enumerate(runs):
+        alike[run.queries, run.keys].append(i)
+
+    out: list[Any] = [None] * len(runs)
+    for indices in alike.values():
+        same_lengths = (_concat([z[i] for i in indices]) for z in (q_rows, k_rows, v_rows))
+        rows = _attend_rows(backend, *same_lengths)
+        parts = _split(rows, [runs[i].samples for i in indices])
+        for i, part in zip(indices, parts, strict=True):
+            out[i] = part.flatten(0, 1)
+    return _concat(out)
+
+
+def _rows(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
+    """Packed tokens ``[N, H, D]`` as ``[samples, length, H, D]`` for each of the shapes."""
+    parts = _split(z, [samples * length for samples, length in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _concat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _split(z: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Parts of these sizes along the first dim."""
+    # The backward of torch's split is a copy, of a single part as well.
+    return (z,) if len(sizes) == 1 else z.split(sizes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring samples of equal lengths."""
+
+    samples: int
+    queries: int
+    keys: int
+
+
+# The blocks of a model ask alike, perhaps for thousands of rows.
+@lru_cache(maxsize=64)
+def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[Run]:
+    samples = groupby(zip(q_lengths, k_lengths, strict=True))
+    return [Run(len(list(equal)), *lengths) for lengths, equal in samples]
+
+
+def _in_calls(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
+    """Attention by a kernel for packed tokens, some pieces at a time."""
+    q_parts = _split(q, [sum(call.queries) for call in calls])
+    k_parts, v_parts = (_split(z, [sum(call.keys) for call in calls]) for z in (k, v))
+
+    out = []
+    for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
+        out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *call.longest))
+    return _concat(out)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+    """FlashAttention-2 of packed tokens ``[N, H, D]`` in fp16 or bf16; returns their shape.
+
+    ``lengths`` are where queries and where keys of each piece begin, int32 ``[P + 1]`` each, and
+    the longest of each.
+    """
+    forward = torch.ops.aten._flash_attention_forward
+    out: Tensor = forward(q, k, v, *lengths, 0.0, False, False)[0]
+    return out
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+    """Memory-efficient attention with the same arguments, also in fp32."""
+    forward = torch.ops.aten._efficient_attention_forward
+    out: Tensor = forward(q[None], k[None], v[None], None, *lengths, 0.0, 0, True)[0]
+    return out.view(q.shape)
+
+
+@cache
+def available(operator: str) -> bool:
+    """True if this torch has the operator with the arguments passed here. Logs once if not."""
+    expected = ARGUMENTS[operator].split()
+    arguments: list[str] = []
+    if overloads := getattr(torch.ops.aten, operator, None):
+        arguments = [argument.name for argument in overloads.default._schema.arguments]
+    if arguments[: len(expected)] == expected:
+        return True
+
+    logger.warning(
+        "torch's %s takes %s; packed samples are grouped by their lengths instead",
+        operator,
+        arguments,
+    )
+    return False
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Which kernel computes an attention: one table, read from the top (``TABLE``).
 
-The choice depends on what attends to what (``Sequences``), on the device and on what is installed
-for it (``Platform``). A name in a config (``KERNELS``) overrides it. Nothing here computes
-attention: ``attention.py`` runs the kernel that is chosen.
+The choice depends on what attends to what (``Sequences``), on the device and on the packages
+installed for it (``Platform``). A name in a config (``KERNELS``) overrides it. Nothing here
+computes attention: ``attention.py`` runs the kernel that is chosen.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module, metadata
+from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
-from .kernels.short_rows import HEAD_WIDTHS, LENGTHS
+from .kernels.fused import HEAD_WIDTHS, LENGTHS
 
 LABELS = {
     "spatial": "spatial attention",
@@ -49,11 +48,14 @@ INSTALL_FLASH3 = (
 
 HOPPER = (9, 0)
 DATA_CENTER = ((9, 0), (10, 0), (10, 3))  # Hopper and Blackwell
-WIDE_HEADS = ((8, 0), HOPPER)  # where FlashAttention-2's backward takes over 192 columns
-SAFE_CUDNN = 91501  # older ones are wrong if 128 does not divide a length (pytorch#169849)
+# Where FlashAttention-2's backward takes over 192 columns.
+WIDE_HEADS = ((8, 0), HOPPER)
+# Older ones are wrong if 128 does not divide a length (pytorch#169849).
+SAFE_CUDNN = 91501
 
 ANY = range(sys.maxsize)
-LONG = range(129, sys.maxsize)  # more than one tile of queries
+# More than one tile of queries.
+LONG = range(129, sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -166,11 +168,11 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Platform:
-    """A device, and what is installed for it.
+    """A device, and the packages installed for it.
 
     Args:
         capability: compute capability of the GPU; None for other devices.
-        packages: those of ``PACKAGES`` that can be imported, by name of the kernel.
+        packages: names in ``PACKAGES`` whose modules can be imported.
         cudnn: version as ``torch.backends.cudnn.version()``, 0 without.
         torch_flash: whether torch was built with FlashAttention-2.
         deterministic: gradients must not be summed by atomics
@@ -185,30 +187,20 @@ class Platform:
 
     @classmethod
     def of(cls, device: torch.device, deterministic: bool) -> Platform:
-        """That of a device of this machine.
+        """The platform of a device of this machine.
 
-        Meta tensors stand for those of a recent GPU with torch's own kernels.
+        Meta tensors stand for tensors of a recent GPU with torch's own kernels.
         """
-        if device.type == "cuda":
-            gpu = cls.with_installed(torch.cuda.get_device_capability(device), deterministic)
-            return replace(gpu, torch_flash=torch.backends.cuda.is_flash_attention_available())
-        return cls(HOPPER if device.type == "meta" else None, deterministic=deterministic)
-
-    @classmethod
-    def with_installed(cls, capability: tuple[int, int], deterministic: bool = False) -> Platform:
-        """A GPU with the packages of this environment, which may be on another machine."""
+        if device.type != "cuda":
+            return cls(HOPPER if device.type == "meta" else None, deterministic=deterministic)
         packages = (name for name, module in PACKAGES.items() if importlib.util.find_spec(module))
-        cudnn = torch.backends.cudnn.version() or 0
-        return cls(capability, tuple(packages), cudnn, deterministic=deterministic)
-
-    def describe(self) -> str:
-        """The versions that a choice depends on."""
-        cudnn = f"cuDNN {_dotted(self.cudnn)}" if self.cudnn else "no cuDNN"
-        packages = [
-            f"{KERNELS[name]} {_version(name)}" if name in self.packages else f"no {KERNELS[name]}"
-            for name in PACKAGES
-        ]
-        return ", ".join([f"torch {torch.__version__}", cudnn, *packages])
+        return cls(
+            torch.cuda.get_device_capability(device),
+            tuple(packages),
+            torch.backends.cudnn.version() or 0,
+            torch.backends.cuda.is_flash_attention_available(),
+            deterministic,
+        )
 
 
 @dataclass(frozen=True)
@@ -220,6 +212,31 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{KERNELS[self.kernel]} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel for one kind of tensors; ``attention.choose_backend`` resolves a name to it.
+
+    Args:
+        name: a name in ``KERNELS``.
+        processors: multiprocessors of the device. Packed queries are cut into pieces for them.
+        deterministic: gradients of queries are summed without atomics
+            (``torch.use_deterministic_algorithms``).
+    """
+
+    name: str
+    processors: int = 1
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backend of each kind of attention in a batch, or its name."""
+
+    spatial: str | Backend = "auto"
+    temporal: str | Backend = "auto"
+    cross: str | Backend = "auto"
 
 
 def names_by_kind(setting: str | Mapping[str, str]) -> dict[str, str]:
@@ -259,10 +276,11 @@ def choose(name: str, sequences: Sequences, platform: Platform) -> Choice:
     problem = obstacle(name, sequences, platform)
     if problem is None:
         return Choice(name, "asked for")
-    if name == "sdpa":  # torch would build whole matrices of scores
+    # Torch would build whole matrices of scores.
+    if name == "sdpa":
         return Choice("reference", problem)
     raise ValueError(
-        f"got attention {name!r}, but {problem}; expected {NEEDS[name]}; install what is missing "
+        f"got attention {name!r}, but {problem}; expected {NEEDS[name]}; install what it needs "
         "or change the precision, or set attention='auto'"
     )
 
@@ -392,14 +410,6 @@ OBSTACLES: dict[str, Callable[[Sequences, Platform], str | None]] = {
 def _has_option(kernel: str, option: str) -> bool:
     function = import_module(PACKAGES[kernel]).flash_attn_func
     return option in inspect.signature(function).parameters
-
-
-@cache
-def _version(kernel: str) -> str:
-    try:
-        return metadata.version("flash-attn" if kernel == "flash" else "flash-attn-3")
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 def _dotted(cudnn: int) -> str:

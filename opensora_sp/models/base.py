@@ -21,13 +21,13 @@ from opensora_sp.common.tensors import to_device
 
 from .attention import choose_backends
 from .blocks import ModulatedBlock
-from .conditioning import Condition, Text
-from .config import SharedConfig
+from .conditions import Condition, Text
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
 from .layers import CaptionEmbedder, PatchEmbed3D
 from .packing import VideoMask
 from .recompute import EVERYTHING, Recompute, levels_of
+from .stdit_config import SharedConfig
 from .token_layout import PatchGrid, Rows
 
 Model = TypeVar("Model", bound="ConditionedModel")
@@ -96,7 +96,8 @@ class ConditionedModel(nn.Module):
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
         self.config = config
-        self.grad_checkpoint: bool | int | str | Sequence[int] = False  # what was set
+        # The setting, of which checkpoint levels are made.
+        self.grad_checkpoint: bool | int | str | Sequence[int] = False
         # Runs a part compiled, ``run(part, x, condition, *arguments)``; see compile.py.
         self.run_compiled: Callable[..., Tensor] | None = None
         self.shard, self.switch, self.segment, self.gather = Shard(), Switch(), Segment(), Gather()
@@ -232,7 +233,7 @@ class ConditionedModel(nn.Module):
         return to_device(frames, self.x_embedder.proj.weight.device)
 
     def branch_scales(self, drop_path: Tensor | None) -> Sequence[Tensor | None]:
-        """The factors ``[B]`` of the branches of each of the ``2 * depth`` parts (drop-path)."""
+        """The factors ``[B]`` of the branches of each part between switches (drop-path)."""
         depth = self.config.depth
         if drop_path is None:
             return [None] * 2 * depth
@@ -240,7 +241,8 @@ class ConditionedModel(nn.Module):
         # The rate grows linearly over the depth.
         rates = torch.linspace(0, self.config.drop_path, depth, dtype=torch.float64)
         scales = to_device((1 / (1 - rates)).repeat_interleave(2)[:, None], drop_path.device)
-        return (~drop_path * scales).unbind()
+        # Every second entry has no part in a model without temporal blocks.
+        return (~drop_path * scales).unbind()[:: 1 if self.config.alternates else 2]
 
     def run_part(
         self,

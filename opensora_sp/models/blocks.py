@@ -22,14 +22,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from . import kernels
-from .conditioning import Condition
-from .config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
+from .conditions import Condition
 from .hook_points import Tokenwise
-from .kernels import Part
+from .kernels import fused
 from .layers import CrossAttention, Mlp, SelfAttention, deferred_bias
 from .positions import RotaryEmbedding
 from .recompute import EVERYTHING
+from .stdit_config import SharedConfig, STDiT2Config, STDiT3Config, STDiTConfig
 from .token_layout import SPATIAL, TEMPORAL
 
 # Where in a modulation the entries (shift, scale, gate) of a branch begin.
@@ -74,7 +73,7 @@ class ModulatedBlock(nn.Module):
         condition: Condition,
     ) -> tuple[Tensor, Tensor]:
         """``x``, and ``attention(norm(x) * (1 + scale) + shift)`` within each row."""
-        x, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
+        x, modulated = fused.norm_modulate(x, shift, scale, condition.part)
         return x, attention(modulated, condition.rows, condition.tables)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
@@ -100,7 +99,7 @@ class ModulatedBlock(nn.Module):
         # The residual connection and the cross-attention take the same tokens. They are returned
         # twice, so that the kernel's backward adds the two gradients.
         bias = deferred_bias(attention.proj)
-        x, query = kernels.add_gated_twice(x, gate, branch, condition.part, bias)
+        x, query = fused.add_gated_twice(x, gate, branch, condition.part, bias)
         return x, self.attend_text(query, condition)
 
     def feed_forward(
@@ -117,12 +116,12 @@ class ModulatedBlock(nn.Module):
         shift: Tensor,
         scale: Tensor,
         gate: Tensor,
-        part: Part | None = None,
+        part: fused.Part | None = None,
     ) -> Tensor:
         """``x + branch``, then ``x + gate * mlp(norm(x) * (1 + scale) + shift)``."""
         biases = deferred_bias(self.cross_attn.proj), deferred_bias(self.mlp.fc2)
-        x, modulated = kernels.add_norm_modulate(x, branch, shift, scale, part, biases[0])
-        return kernels.add_gated(x, gate, self.mlp(modulated), part, biases[1])
+        x, modulated = fused.add_norm_modulate(x, branch, shift, scale, part, biases[0])
+        return fused.add_gated(x, gate, self.mlp(modulated), part, biases[1])
 
 
 class STDiT3Block(ModulatedBlock):
@@ -164,7 +163,7 @@ class TwoPartBlock(ModulatedBlock):
         table = self.scale_shift_table[:MLP]
         shift, scale, gate = condition.entries(table, ATTENTION, branch_scale)
         x, branch = self.attend_row(self.attn, x, shift, scale, condition)
-        return kernels.add_gated(x, gate, branch, condition.part, deferred_bias(self.attn.proj))
+        return fused.add_gated(x, gate, branch, condition.part, deferred_bias(self.attn.proj))
 
     def finish(
         self, x: Tensor, gate: Tensor, branch: Tensor, condition: Condition, scale: Tensor | None
@@ -262,5 +261,5 @@ class FinalLayer(nn.Module):
     ) -> Tensor:
         """The norm, and shift and scale of a table ``[B, m, 2, C]``."""
         shift, scale = condition.per_token(table, ignore_frames=ignore_frames)
-        _, modulated = kernels.norm_modulate(x, shift, scale, condition.part)
+        _, modulated = fused.norm_modulate(x, shift, scale, condition.part)
         return modulated

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from opensora_sp.compile_cache import use_compile_cache
 
-from .conditioning import Condition, RowText
+from .conditions import Condition, RowText
 
 logger = logging.getLogger(__name__)
 

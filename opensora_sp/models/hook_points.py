@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Backend, attention
+from .attention import attention
 from .functions import take
-from .kernels import Part, chosen
+from .kernels.fused import Part, chosen
 from .packing import Groups
 from .recompute import Recompute
 from .token_layout import SPATIAL, PatchGrid, Rows, unpatchify
@@ -90,7 +90,8 @@ class Attend(Point):
         rows: Rows,
         groups: Groups | None = None,
     ) -> Tensor:
-        backend = self._backend(rows)
+        backends = rows.grid.attention
+        backend = backends.spatial if self.kind == SPATIAL else backends.temporal
         if groups is None:
             groups = rows.groups()
         if groups.are_rows:
@@ -109,10 +110,6 @@ class Attend(Point):
             # Without a token here, all three get a gradient, as on ranks that hold tokens.
             out = (q + k + v).to(v.dtype)
         return (out if index is None else outside.index_copy(0, index, out)).view(shape)
-
-    def _backend(self, rows: Rows) -> str | Backend:
-        backends = rows.grid.attention
-        return backends.spatial if self.kind == SPATIAL else backends.temporal
 
 
 class Segment(Point):

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .conditioning import Text
-from .config import SharedConfig, STDiT3Config, STDiTConfig
+from .conditions import Text
+from .stdit_config import SharedConfig, STDiT3Config, STDiTConfig
 
 
 def check_inputs(
@@ -28,12 +28,13 @@ def check_inputs(
     video_mask: Tensor | None,
 ) -> None:
     """The arguments that all models take."""
-    num_samples = x.shape[0]
     if x.ndim != 5 or x.shape[1] != config.in_channels:
         raise ValueError(
             f"got x of shape {tuple(x.shape)}; expected [B, {config.in_channels}, frames, height, "
             "width]; pass latents of the VAE that the model was configured for (in_channels)"
         )
+    check_not_empty("x", x)
+    num_samples = len(x)
     check_text(config, num_samples, y, mask, drop_caption)
     check_shape("timestep", timestep, num_samples)
 
@@ -48,6 +49,15 @@ def check_inputs(
         check_device("x_mask", x_mask, x)
     check_frames_of_patches(config, x_mask)
     check_video_mask(x, video_mask)
+
+
+def check_not_empty(name: str, tensor: Tensor) -> None:
+    """Kernels and views of torch refuse some empty tensors, in other words on each device."""
+    if tensor.numel() == 0:
+        raise ValueError(
+            f"got {name} of shape {tuple(tensor.shape)}; expected at least one sample, frame and "
+            "text token; leave an empty batch out, and pass an empty caption as one token"
+        )
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
@@ -138,6 +148,7 @@ def check_text(
             f"got y of shape {tuple(y.shape)}; expected [{num_samples}, 1, L, "
             f"{config.caption_channels}]; check the text encoder and caption_channels"
         )
+    check_not_empty("y", y)
     if y.shape[2] > config.model_max_length:
         raise ValueError(
             f"got {y.shape[2]} text tokens; expected at most model_max_length = "
@@ -189,10 +200,10 @@ def _check_packed_text(
 
 
 def check_packed_lengths(packed: Tensor, lengths: list[int]) -> None:
-    if sum(lengths) != len(packed):
+    if sum(lengths) != len(packed) or min(lengths) < 1:
         raise ValueError(
-            f"got {len(packed)} packed text tokens and lengths {lengths}; expected lengths that "
-            "sum to as many; pack the tokens in use of every sample"
+            f"got {len(packed)} packed text tokens and lengths {lengths}; expected lengths of at "
+            "least 1 that sum to as many; pack the tokens in use of every sample"
         )
 
 

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import Backend, attention
+from .attention import attention
+from .attention_table import Backend
 from .functions import normalize, take, with_zero_gradients
 from .hook_points import Attend, Point
-from .kernels import chosen, linear_gelu, linear_qk_norm, qk_norm
+from .kernels.fused import chosen, linear_gelu, linear_qk_norm, qk_norm
 from .packing import Lengths, Packing, RowTables
 from .positions import RotaryEmbedding, position_angles
 from .token_layout import SPATIAL, TEMPORAL, Rows

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
-from opensora_sp.common.importing import component_class
+from opensora_sp.common.importing import component_class, nearest
 
 from .base import ConditionedModel
 from .stdit import STDiT, STDiT2
@@ -62,7 +61,7 @@ def model_class(name: str) -> type[ConditionedModel]:
     if name not in known and "." not in name:
         raise ValueError(
             f"got model {name!r}; expected one of {list(known)}, or a class of yours like "
-            f"'my_package.MyModel'; {_nearest(name, list(known))}"
+            f"'my_package.MyModel'; {nearest(name, known)}"
         )
 
     model = component_class("model", name, known)
@@ -96,13 +95,8 @@ def resolve_config(name: str, **config: Any) -> Any:
     for key in config:
         if key not in keys:
             raise ValueError(
-                f"got {key!r} for model {name}; expected one of {keys}; {_nearest(key, keys)}"
+                f"got {key!r} for model {name}; expected one of {keys}; {nearest(key, keys)}"
             )
     # A class by its name takes its whole configuration.
     preset = PRESETS[name][1] if name in PRESETS else {}
     return cls.Config(**{**preset, **config})
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else "take one of these"

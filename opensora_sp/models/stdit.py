@@ -2,7 +2,7 @@
 
 With frame masks STDiT is also the STDiT of Open-Sora's 1.2 code, of which STDiT2 is a part, too.
 
-Reading order: this file, ``blocks.py``, ``layers.py``, ``conditioning.py``. A block attends over
+Reading order: this file, ``blocks.py``, ``layers.py``, ``conditions.py``. A block attends over
 the S patches of a frame, then over the T frames of a patch, then to the text. So it has two parts,
 one in spatial and one in temporal rows (``token_layout.py``). Positions of STDiT are tables for one
 latent size. In STDiT2, the size of the video conditions the spatial attention and the MLP, its
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel, PassCounts
 from .blocks import FinalLayer, STDiT2Block, STDiTBlock
-from .conditioning import ENTRIES, Condition, Conditioning, Text
-from .config import STDiT2Config, STDiTConfig
+from .conditions import ENTRIES, Condition, Conditioning, Text
 from .input_checks import check_input_size, check_inputs, check_sample_numbers
 from .layers import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .positions import (
@@ -31,7 +30,8 @@ from .positions import (
     frame_position_embedding,
     position_embedding,
 )
-from .token_layout import Rows
+from .stdit_config import STDiT2Config, STDiTConfig
+from .token_layout import SPATIAL, TEMPORAL, Rows
 
 # Without its temporal and text branches, a model begins as an image model.
 ZERO_INITIALIZED = ("final_layer.linear", "blocks.*.attn_temp.proj", "blocks.*.cross_attn.proj")
@@ -55,11 +55,12 @@ class TwoPartModel(ConditionedModel):
         scales = self.branch_scales(drop_path)
         blocks: list[Any] = list(self.blocks)
         for i, block in enumerate(blocks):
-            x = self.run_part(block.spatial, x, conditioning.spatial(rows), scales[2 * i])
+            condition = conditioning.of(SPATIAL, rows)
+            x = self.run_part(block.spatial, x, condition, scales[2 * i])
             x, rows = self.switch(x, rows)  # [R, T, C], temporal rows
 
             last = i + 1 == len(blocks)
-            condition, further = conditioning.temporal(rows), self.temporal_inputs(i)
+            condition, further = conditioning.of(TEMPORAL, rows), self.temporal_inputs(i)
             x = self.run_part(block.temporal, x, condition, scales[2 * i + 1], *further, last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C], spatial rows

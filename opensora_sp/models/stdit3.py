@@ -1,6 +1,6 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2 and 1.3.
 
-Reading order: this file, ``blocks.py``, ``layers.py``, ``conditioning.py``. Pairs of blocks follow
+Reading order: this file, ``blocks.py``, ``layers.py``, ``conditions.py``. Pairs of blocks follow
 each other: a spatial block attends over the S patches of a frame, a temporal block over the T
 frames of a patch. Tokens lie in rows that one attention takes whole (``token_layout.py``), so they
 switch between spatial and temporal rows from block to block.
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel
 from .blocks import FinalLayer, STDiT3Block
-from .conditioning import Conditioning, Text
-from .config import STDiT3Config
+from .conditions import Conditioning, Text
 from .functions import with_zero_gradients
 from .input_checks import (
     check_conditioning_frames,
@@ -32,6 +31,7 @@ from .input_checks import (
 )
 from .layers import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .positions import PositionEmbedding2D, RotaryEmbedding, RotaryEmbedding3D
+from .stdit_config import STDiT3Config
 from .token_layout import Rows
 
 DEFAULT_FPS = 24.0
@@ -148,16 +148,7 @@ class STDiT3(ConditionedModel):
         frames = self.embed_frames(extra, grid.frames)  # [B, T, C]
         t = self.embed_timestep(timestep, x_mask, fps, frames)  # [B, m, C] or [B, m * T, C]
         text = self.embed_texts(y, mask, drop_caption, mask_index, y_null)
-        conditioning = Conditioning(
-            self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
-            self.conditioning_frames(x_mask),  # [B, T]
-            text,
-            null_frames=sorted(set(mask_index or ())),
-            spatial_rope=self.rope if config.use_spatial_rope else None,
-            temporal_rope=self.rope,
-            per_frame=frames is not None,
-            lay_out=partial(self.lay_out, extra),
-        )
+        conditioning = self.condition_on(t, text, x_mask, mask_index, frames, extra)
 
         # Embed the patches of the local spatial rows.
         rows = self.shard(grid)
@@ -165,14 +156,13 @@ class STDiT3(ConditionedModel):
 
         # Spatial and temporal blocks in turn; the rows of a block are attention sequences.
         # The tables of all blocks are added to the modulation at once.
-        blocks = self.blocks
+        blocks, scales = self.blocks, self.branch_scales(drop_path)
         tables = conditioning.tables([block.scale_shift_table for block in blocks])
-        scales = self.branch_scales(drop_path)[:: 2 * config.depth // len(blocks)]
         for i, block in enumerate(blocks):
-            switches = config.alternates and i + 1 < len(blocks)
+            last = not config.alternates or i + 1 == len(blocks)
             condition = conditioning.of(block.layout, rows)
-            x = self.run_part(block, x, condition, tables[i], scales[i], last=not switches)
-            if switches:
+            x = self.run_part(block, x, condition, tables[i], scales[i], last=last)
+            if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C] -> [R, T, C], or back
 
         x = self.final_layer(x, t, condition)  # [R, L, V * C_out]
@@ -202,6 +192,33 @@ class STDiT3(ConditionedModel):
         t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
         t = t + self.fps_embedder(fps, len(timestep))[:, None]  # [B, m, C]
         return t if frames is None else (t[:, :, None] + frames[:, None]).flatten(1, 2)
+
+    def condition_on(
+        self,
+        t: Tensor,
+        text: Text,
+        x_mask: Tensor | None,
+        mask_index: Sequence[int] | None,
+        frames: Tensor | None,
+        extra: Mapping[str, Tensor],
+    ) -> Conditioning:
+        """What the blocks are conditioned on; arguments as in ``forward``.
+
+        Args:
+            t: the result of ``embed_timestep``.
+            text: the result of ``embed_texts``.
+            frames: the result of ``embed_frames``.
+        """
+        return Conditioning(
+            self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
+            self.conditioning_frames(x_mask),  # [B, T]
+            text,
+            null_frames=sorted(set(mask_index or ())),
+            spatial_rope=self.rope if self.config.use_spatial_rope else None,
+            temporal_rope=self.rope,
+            per_frame=frames is not None,
+            lay_out=partial(self.lay_out, extra),
+        )
 
     def embed_frames(self, extra: Mapping[str, Tensor], num_frames: int) -> Tensor | None:
         """Further embedding of each frame, ``[B, T, C]``, added to the timestep's; None for none.

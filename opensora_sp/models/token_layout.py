@@ -45,7 +45,7 @@ from torch import Tensor
 from opensora_sp.common.graphs import uncompiled
 from opensora_sp.common.tensors import to_device
 
-from .attention import Backends
+from .attention_table import Backends
 from .functions import take
 from .packing import ROWS, Groups, VideoMask, Windows, windows_of
 

@@ -1,18 +1,12 @@
 """Sequence parallelism in plain torch: mesh, layouts, strategies, hooks attached to a model."""
 
 from .debug.communication import CommLedger, CommTimer
-from .debug.parity import Verdict, verify_step
 from .engine import Shard
-from .mesh import (
-    SequenceMesh,
-    check_sp_size,
-    closing_process_group,
-    drain_process_group,
-    shutdown_process_group,
-)
+from .mesh import SequenceMesh, check_sp_size
 from .options import Options
 from .parallelize import held_rows, parallelize, unwrap
 from .shard_plan import ShardPlan, register_plan
+from .shutdown import closing_process_group, drain_process_group, shutdown_process_group
 
 __all__ = [
     "CommLedger",
@@ -21,7 +15,6 @@ __all__ = [
     "SequenceMesh",
     "Shard",
     "ShardPlan",
-    "Verdict",
     "check_sp_size",
     "closing_process_group",
     "drain_process_group",
@@ -30,5 +23,4 @@ __all__ = [
     "register_plan",
     "shutdown_process_group",
     "unwrap",
-    "verify_step",
 ]

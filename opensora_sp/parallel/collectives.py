@@ -123,7 +123,7 @@ _exchange.register_autograd(_exchange_back, setup_context=_save_plan)
 
 
 class Received:
-    """What exchanges return in forward, kept for the recomputation of gradient checkpointing.
+    """Results of exchanges in forward, kept for the recomputation of gradient checkpointing.
 
     ``keeping()`` and ``reusing()`` are contexts of the two. Under the second, exchanges return what
     was kept, in the same order, and send nothing.

@@ -1,9 +1,9 @@
 """Speed of a device and of its links, by which strategies, planner, schedule and sampler choose.
 
-``CostModel`` has every rate, ``PRESETS`` the models of known devices; ``opensora-sp plan
---calibrate`` measures them. Costs are in seconds.
+``CostModel`` has every rate; ``gpus.PRESETS`` are the models of known devices, and ``opensora-sp
+plan --calibrate`` measures one. Costs are in seconds.
 
-Legend: B samples, T frames, S patches of a frame, C hidden width, P ranks.
+Legend: C hidden width.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
-
-from .batch_shape import BatchShape
 
 ELEMENT_BYTES = 2  # bf16
 
@@ -26,8 +24,8 @@ CHUNK_LAUNCHES = 40
 
 @dataclass(frozen=True)
 class Link:
-    """What carries an exchange: its name, bytes per second that a rank sends, and seconds from the
-    launch to the first byte.
+    """The carrier of an exchange: its name, bytes per second that a rank sends, and seconds from
+    the launch to the first byte.
     """
 
     name: str
@@ -44,7 +42,7 @@ class CostModel:
     """Speed of a device and of its links. All ranks of a run must use the same one.
 
     Rates are those that models reach, not peaks: FLOP/s, bytes per second, seconds. Those that are
-    left out are an H100's. ``PRESETS`` says where the numbers come from.
+    left out are an H100's. The presets below say where the numbers come from.
 
     Args:
         flops: matrix products of a transformer, in the precision that the device trains in: bf16 on
@@ -103,7 +101,7 @@ class CostModel:
                 )
 
     def link(self, *, spans_nodes: bool) -> Link:
-        """What carries the exchanges of a group of ranks."""
+        """The link that carries the exchanges of a group of ranks."""
         if spans_nodes:
             return Link("between nodes", self.network_bandwidth, self.network_latency)
         return Link("inside a node", self.bandwidth, self.latency)
@@ -136,42 +134,6 @@ class CostModel:
         """Seconds of operators that take ``seconds`` on the device, with their launches."""
         launches = operators * self.launch
         return max(seconds, launches) if self.asynchronous else seconds + launches
-
-    def few_units(
-        self,
-        shape: BatchShape,
-        ranks: int,
-        link: Link,
-        *,
-        unit: int,
-        num_units: int,
-        row_layout: str,
-        switches: int = 2,
-    ) -> FewUnitsCosts:
-        """Cost of a block with its exchanges on the busiest rank, where units are fewer than ranks.
-
-        Args:
-            link: that carries the exchanges.
-            unit: tokens of the largest unit, a frame or a window.
-            num_units: how many there are, all samples together.
-            row_layout: how tokens are distributed where attention is split by heads.
-            switches: exchanges of a block whose units are whole.
-        """
-        width, heads = shape.width, shape.heads
-        sent = (ranks - 1) / ranks * width * ELEMENT_BYTES
-        local_tokens = max(shape.entries(row_layout, ranks))
-        # Units of one head on the busiest rank.
-        head_units = -(-num_units * heads // ranks)
-
-        def compute(tokens: int, head_units: int) -> float:
-            attention = self.attention(head_units, unit, unit, width // heads)
-            return block_flops(tokens, width) / self.flops + attention
-
-        return FewUnitsCosts(
-            whole=compute(unit, heads) + link.seconds(switches * sent * unit, exchanges=switches),
-            heads=compute(local_tokens, head_units)
-            + link.seconds(4 * sent * local_tokens, exchanges=2),
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """All rates by name, as JSON values."""
@@ -234,35 +196,6 @@ CPU = CostModel(
     memory=16e9,
     name="CPU",
 )
-
-PRESETS = {model.name: model for model in (H100, H200, CPU)}
-GPUS = {name: model for name, model in PRESETS.items() if model.asynchronous}
-
-
-def preset_of(device_name: str | None) -> CostModel:
-    """The preset of a GPU by the name that its driver reports; of a CPU if that is None.
-
-    A GPU without a preset has an H100's.
-    """
-    if device_name is None:
-        return CPU
-    return next((model for name, model in GPUS.items() if name in device_name), H100)
-
-
-@dataclass(frozen=True)
-class FewUnitsCosts:
-    """Seconds of two ways to attend over few units.
-
-    ``whole`` gives whole units to some ranks and none to the others, and switches. ``heads``
-    distributes all token-local work, splits the attention alone, and exchanges four activations.
-    """
-
-    whole: float
-    heads: float
-
-    @property
-    def heads_cost_less(self) -> bool:
-        return self.heads < self.whole
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -15,10 +17,13 @@ from .debug.input_check import InputCheck
 from .mesh import SequenceMesh
 from .options import Options
 from .shard_plan import ShardPlan
-from .strategies import base
-from .strategies.base import (
+from .strategies.choice import registered_strategies, strategy_for, with_chunks
+from .strategies.heads import SplitAttention
+from .strategies.rows import SwitchRows
+from .strategies.strategy import (
     Attend,
     Block,
+    EnterRows,
     Function,
     Segment,
     SelfAttention,
@@ -26,13 +31,36 @@ from .strategies.base import (
     Switch,
     Tensors,
 )
-from .strategies.choice import registered_strategies, strategy_for, with_chunks
-from .strategies.heads import SplitAttention
-from .strategies.rows import SwitchRows
 from .strategies.token_exchange import BranchSwitch
 
 Attachment: TypeAlias = tuple[Any, Callable[..., Any]]
 """A hook point, and the function to attach: ``function(local, *args)``."""
+
+# The attribute of a parallelized model that holds its engine.
+ATTRIBUTE = "_sequence_parallel"
+
+
+class ForwardPoint:
+    """A module as a hook point: its ``forward`` runs inside of the function attached."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._replaced: dict[str, Any] = {}
+
+    def attach(self, function: Callable[..., Any]) -> None:
+        """Let ``function(forward, *args, **kwargs)`` compute each call of the module."""
+        instance, forward = vars(self.module), self.module.forward
+        self._replaced = {"forward": instance["forward"]} if "forward" in instance else {}
+
+        # Copying a partial, unlike a closure, copies what it holds, and so is refused.
+        attached: Any = partial(function, forward)
+        attached.__signature__ = inspect.signature(forward)
+        instance["forward"] = attached
+
+    def detach(self) -> None:
+        """Restore ``forward``. Points of one module are detached last to first."""
+        del vars(self.module)["forward"]
+        vars(self.module).update(self._replaced)
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,7 @@ class SequenceParallel:
         self.alternates = alternates(getattr(model, "config", None))
         self.options = options if plan.names_hook_points else _supported(options)
         self.handles: list[Any] = []
-        self._check = InputCheck(mesh, options, plan)
+        self._check = InputCheck(mesh, options, plan, _strategy_labels)
         # Of the forward that runs.
         self._output = "full"
         self._strategies: dict[tuple[int, ...], Strategy] = {}
@@ -142,7 +170,7 @@ class SequenceParallel:
         finally:
             self._output = outer
 
-    def shard(self, local: base.Shard, grid: Grid) -> Rows:
+    def shard(self, local: EnterRows, grid: Grid) -> Rows:
         """The rows that this rank holds where tokens enter."""
         # A single rank needs no operator to find that it holds all rows.
         if self.mesh.sp_size == 1:
@@ -252,6 +280,10 @@ class SequenceParallel:
 
 def _described(rows: Rows) -> str:
     return f"{rows.layout} rows [{rows.start}, {rows.stop}) of {rows.total}"
+
+
+def _strategy_labels() -> list[str]:
+    return [strategy.label for strategy in registered_strategies()]
 
 
 def _supported(options: Options) -> Options:

@@ -160,7 +160,7 @@ def plan_exchange(
 
 
 def _piece(positions: Tensor, pieces: Sequence[Range]) -> Tensor:
-    """Which of the consecutive ``[start, stop)`` each position lies in."""
+    """The number of the consecutive ``[start, stop)`` that each position lies in."""
     stops = torch.tensor([stop for _, stop in pieces])
     return torch.bucketize(positions, stops, right=True)
 
@@ -271,7 +271,7 @@ class _Layout:
         return first + start * row, first + stop * row
 
     def positions_in(self, other: _Layout, positions: Tensor) -> Tensor:
-        """Where the entries at these positions lie in another layout of the same axes."""
+        """The positions of these entries in another layout of the same axes."""
         coordinates = self._coordinates(positions)
         if self.windows is not None:
             place = self._window_start(coordinates["w"]) + coordinates.pop("p")

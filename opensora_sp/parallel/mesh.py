@@ -1,11 +1,7 @@
-"""The groups of processes that share micro-batches: replicas of one size, or a nested family.
-
-At the end of a process group all ranks arrive first, so that none breaks another's collective.
-"""
+"""The groups of processes that share micro-batches: replicas of one size, or a nested family."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from .rank_groups import RankGroup, fixed_groups, group_sizes, nested_groups
+from .shutdown import report_uncaught_errors
 
 AUTO: Literal["auto"] = "auto"
 SequenceSize: TypeAlias = int | Literal["auto"]
@@ -69,8 +65,9 @@ class SequenceMesh:
     there is one process, and process groups are None.
 
     Creating a mesh is collective: every rank of the world does it, in the same order. It also lets
-    matrix products accumulate in fp32 in this process (``accumulate_in_fp32``): runs, the plugin
-    and ``parallelize`` need a mesh.
+    matrix products accumulate in fp32 in this process (``accumulate_in_fp32``), and an error that
+    ends this process reach the other ranks (``report_failure``): runs, the plugin and
+    ``parallelize`` need a mesh.
 
     Attributes:
         family: all groups of the world, the largest first.
@@ -93,6 +90,8 @@ class SequenceMesh:
         world = dist.get_world_size() if running else 1
         check_sp_size(sp_size, world)
         accumulate_in_fp32()
+        if running:
+            report_uncaught_errors()
         self.world_size, self.rank = world, dist.get_rank() if running else 0
         # torchrun sets the number of ranks on this node; without it, there is one node.
         self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -308,52 +307,3 @@ def accumulate_in_fp32() -> None:
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-def shutdown_process_group(*, drain: bool = True) -> None:
-    """Destroy the process group and all groups made from it.
-
-    Collective over all ranks. Without a process group it does nothing.
-
-    Args:
-        drain: complete outstanding collectives first. False after an error, when other ranks may be
-            gone.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-
-    # Groups that outlive the process group can abort the interpreter at exit.
-    gc.collect()
-    if drain:
-        drain_process_group()
-    dist.destroy_process_group()
-
-
-def drain_process_group() -> None:
-    """Wait until all ranks arrive and nothing is outstanding in any group.
-
-    Under a watchdog, call it inside: ranks that never come are then reported.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-    # A barrier would create the communicator of an NCCL group that was never used.
-    groups = [group for group in c10d._world.pg_map if "gloo" in dist.get_backend_config(group)]
-    for group in groups:
-        dist.barrier(group=group)
-    if dist.group.WORLD not in groups:
-        dist.barrier()
-
-
-@contextmanager
-def closing_process_group() -> Iterator[None]:
-    """``shutdown_process_group`` when the block ends, drained unless it ends with an error."""
-    drain = False
-    try:
-        yield
-        drain = True
-    finally:
-        shutdown_process_group(drain=drain)

@@ -7,6 +7,9 @@ patches where they attend over frames. ``ModulePoints`` translates the calls of 
 serve both. The model is not edited: the ``forward`` of these modules is replaced on the instance,
 and ``detach`` restores it.
 
+A rank without rows computes one made-up row, since modules of any kind need not accept none. What
+comes of it is dropped, so its gradients are zeros.
+
 To the engine a batch is one sample whose tokens are ``[b, c]``: a row is one frame, or one patch,
 of all samples.
 
@@ -29,37 +32,14 @@ from torch import Tensor, nn
 from opensora_sp.common.graphs import Context
 
 from .collectives import Received
-from .engine import Attachment, SequenceParallel
+from .engine import Attachment, ForwardPoint, SequenceParallel
 from .shard_plan import find_modules
-from .strategies.base import Block
+from .strategies.strategy import Block
 from .typed import after_backward, is_backward_running
 
 # The axis that counts the rows of a layout, and the one within a row.
 ROW_AXIS = {"spatial": "t", "temporal": "s"}
 TOKEN_AXIS = {"spatial": "s", "temporal": "t"}
-
-
-class ForwardPoint:
-    """A module as a hook point: its ``forward`` runs inside of the function attached."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._replaced: dict[str, Any] = {}
-
-    def attach(self, function: Callable[..., Any]) -> None:
-        """Let ``function(forward, *args, **kwargs)`` compute each call of the module."""
-        instance, forward = vars(self.module), self.module.forward
-        self._replaced = {"forward": instance["forward"]} if "forward" in instance else {}
-
-        # Copying a partial, unlike a closure, copies what it holds, and so is refused.
-        attached: Any = partial(function, forward)
-        attached.__signature__ = inspect.signature(forward)
-        instance["forward"] = attached
-
-    def detach(self) -> None:
-        """Restore ``forward``. Points of one module are detached last to first."""
-        del vars(self.module)["forward"]
-        vars(self.module).update(self._replaced)
 
 
 class ModuleCall:
@@ -76,7 +56,7 @@ class ModuleCall:
         return self.arguments[self._first]
 
     def run(self) -> Any:
-        """What the module returns."""
+        """Call the module with the arguments as they are now."""
         return self._forward(*self._bound.args, **self._bound.kwargs)
 
     def run_on(self, tokens: Tensor) -> Any:
@@ -89,7 +69,7 @@ class ModuleCall:
         return out
 
     def returned(self, tokens: Tensor) -> Any:
-        """What the caller gets, with these tokens as output."""
+        """The return value of the call, with these tokens as output."""
         return tokens if self._others is None else (tokens, *self._others)
 
 
@@ -138,6 +118,11 @@ class TokenRows:
     def count(self) -> int:
         return self.stop - self.start
 
+    @property
+    def num_computed(self) -> int:
+        """The rows that modules see."""
+        return max(self.count, 1)
+
     def take(self, start: int, stop: int) -> TokenRows:
         return replace(self, start=start, stop=stop)
 
@@ -150,11 +135,16 @@ class TokenRows:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Tokens of these rows in the axes of the model -> ``[R, L, b, c]``."""
-        sizes = {ROW_AXIS[self.layout]: self.count, TOKEN_AXIS[self.layout]: self.length}
-        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **sizes)
+        sizes = {ROW_AXIS[self.layout]: self.num_computed, TOKEN_AXIS[self.layout]: self.length}
+        return rearrange(x, f"{self.grid.axes} -> {self._pattern}", **sizes)[: self.count]
 
     def from_rows(self, x: Tensor, *, copy: bool = False) -> Tensor:
         """``[R, L, b, c]`` -> tokens in the axes of the model, contiguous."""
+        if self.count == 0:
+            # Values that vary: of equal ones a norm may have no gradient. The graph is continued,
+            # since this rank takes part in the exchanges of backward.
+            numbers = torch.linspace(-1, 1, x.shape[1:].numel())
+            x = torch.cat([x, numbers.to(x).view(1, *x.shape[1:])])
         x = rearrange(x, f"{self._pattern} -> b t s c")
         x = x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
         return rearrange(x, f"b t s c -> {self.grid.axes}")
@@ -334,7 +324,7 @@ class ModulePoints:
         after_backward(partial(self._drop_kept, earlier))
 
     def _drop_kept(self, ended: _Pass) -> None:
-        """What was kept for modules that this backward pass has not recomputed."""
+        """Drop received tokens of modules that this backward pass has not recomputed."""
         self._recomputed -= ended.kept.keys()
         ended.kept.clear()
 
@@ -390,7 +380,7 @@ class ModulePoints:
 
     def _cut(self, name: str, argument: Any, axes: list[str], rows: TokenRows) -> Any:
         if isinstance(argument, int):
-            return rows.count
+            return rows.num_computed
         sizes = rows.grid.sizes
         expected = [sizes.get(axis, size) for axis, size in zip(axes, argument.shape)]
         if argument.ndim != len(axes) or list(argument.shape) != expected:
@@ -399,7 +389,9 @@ class ModulePoints:
                 f"sizes {[sizes.get(axis, 'any') for axis in axes]}; correct arguments in the "
                 "ShardPlan"
             )
-        return argument.narrow(axes.index(ROW_AXIS[rows.layout]), rows.start, rows.count)
+        # Ranges without rows may begin behind the last one.
+        start = min(rows.start, rows.total - rows.num_computed)
+        return argument.narrow(axes.index(ROW_AXIS[rows.layout]), start, rows.num_computed)
 
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {m: name for name, m in self.model.named_modules()}

@@ -20,10 +20,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .batch_shape import Grid, LatentRows
-from .debug.parity import ATTRIBUTE, verify_first_step
-from .engine import Attachment, SequenceParallel
+from .engine import ATTRIBUTE, Attachment, ForwardPoint, SequenceParallel
 from .mesh import SequenceMesh
-from .module_points import ForwardPoint, ModulePoints
 from .options import Options
 from .shard_plan import find_modules, plan_of
 
@@ -71,12 +69,18 @@ def parallelize(
     if plan.names_hook_points:
         attachments = _hook_points(engine)
     elif mesh.shares_batches:
+        # Models with hook points, such as all of this package, need none of it.
+        from .module_points import ModulePoints
+
         attachments = ModulePoints(engine).attachments()
     engine.attach(attachments)
     setattr(model, ATTRIBUTE, engine)
 
     # After the engine is attached: verification detaches and attaches it.
     if options.verify and mesh.shares_batches:
+        # A tool that few runs ask for.
+        from .debug.parity import verify_first_step
+
         verify_first_step(model)
     elif options.verify:
         logger.info(

@@ -32,11 +32,11 @@ class RankGroup(NamedTuple):
         return rank in self.ranks
 
     def is_inside(self, other: RankGroup) -> bool:
-        """Whether all its ranks are ranks of ``other``."""
+        """True if all its ranks are ranks of ``other``."""
         return other.start <= self.start and self.stop <= other.stop
 
     def spans_nodes(self, ranks_per_node: int) -> bool:
-        """Whether it lies on more than one node."""
+        """True if it lies on more than one node."""
         return self.start // ranks_per_node != (self.stop - 1) // ranks_per_node
 
     def __str__(self) -> str:
@@ -124,7 +124,10 @@ def check_degrees_in(degrees: Mapping[str, int], world_size: int, ranks_per_node
 
 
 def _middle(group: RankGroup, ranks_per_node: int) -> int:
-    """Where a group is divided. Groups that are divided at nodes start at the first rank of one."""
+    """The rank at which a group is divided.
+
+    Groups that are divided at nodes start at the first rank of one.
+    """
     unit = ranks_per_node if group.spans_nodes(ranks_per_node) else 1
     units = -(-group.size // unit)
     return group.start + unit * _power_of_two_below(units)

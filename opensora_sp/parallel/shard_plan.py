@@ -1,4 +1,4 @@
-"""Where sequence parallelism attaches to a model, as data.
+"""Shard plans: hook points of sequence parallelism in a model, as data.
 
 A ``ShardPlan`` names the modules at which tokens enter, are attended to, and leave. Models written
 with hook points (``models/hook_points.py``) declare them in ``sharding_points``. For any other

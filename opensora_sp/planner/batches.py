@@ -22,24 +22,8 @@ class BatchSpec:
     image_size: tuple[int, int]
 
 
-def buckets_of(cfg: TrainConfig | InferenceConfig) -> list[BatchSpec]:
-    """The shapes of batches that a config makes; of each bucket the one at 16:9.
-
-    Raises:
-        ValueError: if a batch size is chosen when the run starts.
-    """
-    batches = batches_by_name(cfg)
-    unknown = [name for name, batch in batches.items() if batch.batch_size == CHOSEN_AT_START]
-    if unknown:
-        raise ValueError(
-            f"got bucket_config with batch sizes that a run chooses at its start ({unknown[0]}); "
-            "expected numbers; pass --fit with the memory of a GPU, such as --fit 80GB"
-        )
-    return list(batches.values())
-
-
 def batches_by_name(cfg: TrainConfig | InferenceConfig) -> dict[str, BatchSpec]:
-    """The batches of ``buckets_of``, by the name of their bucket."""
+    """The batches that a config makes, by the name of their bucket; of each bucket at 16:9."""
     if not isinstance(cfg, TrainConfig) or cfg.bucket_config is None:
         name = f"{cfg.size[0]}x{cfg.size[1]} x {cfg.num_frames}"
         return {name: BatchSpec(cfg.batch_size, cfg.num_frames, cfg.size)}

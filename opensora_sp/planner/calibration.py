@@ -29,9 +29,10 @@ from opensora_sp.models.registry import (
     model_class,
     resolve_config,
 )
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CostModel, Link, preset_of
+from opensora_sp.parallel.cost_model import CostModel, Link
+from opensora_sp.parallel.gpus import preset_of
+from opensora_sp.parallel.options import Options
 from opensora_sp.runtime.cost_model_file import device_name
 
 from .seconds import ModelCosts, seconds_of
@@ -111,7 +112,7 @@ class _Measurement:
         up = self._random(4 * self.width, self.width)
         down = self._random(self.width, 4 * self.width)
         seconds = self._seconds(lambda: F.linear(F.linear(x, up), down))
-        self._found("products", seconds, tokens=self.tokens, width=self.width)
+        self._record("products", seconds, tokens=self.tokens, width=self.width)
         flops = 16.0 * self.tokens * self.width**2
         self.rates = dataclasses.replace(self.rates, flops=flops / seconds)
 
@@ -129,8 +130,8 @@ class _Measurement:
         backward = self._seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, True))
 
         sizes = dict(rows=rows, length=length, heads=self.heads, width=self.width)
-        self._found("attention forward", forward, **sizes)
-        self._found("attention backward", backward, **sizes)
+        self._record("attention forward", forward, **sizes)
+        self._record("attention backward", backward, **sizes)
         unit = dataclasses.replace(self.rates, attention_forward=1.0, attention_backward=1.0)
         arguments = (rows * self.heads, length, length, width)
         self.rates = dataclasses.replace(
@@ -145,14 +146,14 @@ class _Measurement:
         seconds, model = self._step(width=8 * 2, heads=2, size=(1, 2, 2, 2), depth=2)
         operators = 2 * (model.forward.operators + model.backward.operators)
         operators += model.forward.once + model.backward.once
-        self._found("launches", seconds, operators=operators)
+        self._record("launches", seconds, operators=operators)
         self.rates = dataclasses.replace(self.rates, launch=seconds / operators)
 
     def elementwise(self) -> None:
         """The rest of a step, without products, attention and launches."""
         size = (1, 16, 64, 64) if self.on_gpu else (1, 4, 32, 32)
         seconds, model = self._step(self.width, self.heads, size, depth=2)
-        self._found("step", seconds, latents=list(size), width=self.width, pairs=2)
+        self._record("step", seconds, latents=list(size), width=self.width, pairs=2)
 
         def predicted(memory_bandwidth: float) -> float:
             rates = dataclasses.replace(self.rates, memory_bandwidth=memory_bandwidth)
@@ -252,7 +253,7 @@ class _Measurement:
     def _random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, device=self.device, dtype=self.dtype)
 
-    def _found(self, name: str, seconds: float, **sizes: Any) -> None:
+    def _record(self, name: str, seconds: float, **sizes: Any) -> None:
         self.measured[name] = {"seconds": seconds, "repeats": REPEATS, **sizes}
 
 

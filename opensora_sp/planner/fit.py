@@ -4,7 +4,7 @@ steps of the other buckets.
 Memory decides on the largest batch of a bucket, with everything recomputed if need be. Of the times
 that these batches take, the common one is that which most of these buckets can take; among equals,
 the longest. Each bucket then gets the batch that comes closest to it without taking longer, and
-keeps as many activations as still fit (``checkpointing.py``). Where ranks share a batch, multiples
+keeps as many activations as still fit (``memory.py``). Where ranks share a batch, multiples
 of their number are preferred: then each rank holds whole clips, and nothing is sent.
 
 For one shape and level of gradient checkpointing, memory is affine in the number of clips, within
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
@@ -25,7 +25,7 @@ from opensora_sp.parallel.cost_model import CostModel
 
 from .batches import BatchSpec, batches_by_name
 from .bucket_levels import ranks_of_bucket
-from .checkpointing import memory_for
+from .memory import memory_for
 from .run_estimator import Estimate, Memory, RunEstimator
 from .trace import Activations
 
@@ -60,14 +60,6 @@ class FittedBatch:
     decided_by: str
     deviation: float
 
-    @property
-    def is_balanced(self) -> bool:
-        """True if ``seconds`` differ by at most a tenth, or by less than one clip takes."""
-        seconds_missing = -self.deviation * self.seconds / (1 + self.deviation)
-        within_a_clip = 0 <= seconds_missing <= self.seconds / self.batch.batch_size
-        within_tolerance = abs(self.deviation) <= TOLERANCE
-        return within_tolerance or (self.decided_by == TIME and within_a_clip)
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -85,14 +77,6 @@ class Fit:
         """The batch size of each bucket by its name."""
         return {fitted.name: fitted.batch.batch_size for fitted in self.batches}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
-        content = asdict(self)
-        for fitted, shown in zip(self.batches, content["batches"], strict=True):
-            shown["is_balanced"] = fitted.is_balanced
-            shown["memory"]["peak"]["needed"] = fitted.memory.peak.needed
-        return content
-
 
 def fit(
     cfg: TrainConfig,
@@ -109,7 +93,7 @@ def fit(
     """Choose batch sizes for the buckets of a config, or for its one shape.
 
     Args:
-        memory: bytes of a device. A step may take ``checkpointing.budget_of`` of it, less all
+        memory: bytes of a device. A step may take ``memory.budget_of`` of it, less all
             but the largest communicator of a rank.
         names: of the buckets; None is all of them.
         gpus_per_node: by which exchanges use the network.

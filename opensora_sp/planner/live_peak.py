@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
+from opensora_sp.models.attention import PROCESSORS
 
 
 class LivePeak(TorchDispatchMode):
@@ -94,3 +98,124 @@ def _allocates(func: Any) -> bool:
 def _shares(storage: torch.UntypedStorage, inputs: Any) -> bool:
     tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors)
+
+
+# CUDA
+
+
+aten = torch.ops.aten
+BLOCK = 512
+CUBLAS_WORKSPACE = 32 * 1024**2  # of compute capability 9.0; 8 MB before
+FP32 = 4
+THREADS_OF_SM, SUMS_OF_THREAD = 2048, 128  # of a multiprocessor; of a thread that sums
+
+
+class AllocatorPeak(LivePeak):
+    """Counts the bytes that torch's caching allocator would allocate for meta tensors.
+
+    ``largest`` are the bytes of the largest block: it has to lie in one piece, so that as much can
+    be free without being of use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        size = rounded(storage.nbytes(), BLOCK) if storage.device.type == "meta" else 0
+        self.largest = max(self.largest, size)
+        return size
+
+    def workspace_of(self, func: Any, args: tuple[Any, ...], result: Any) -> int:
+        rule = WORKSPACES.get(func)
+        workspace = rule(args, result) if rule else 0
+        self.largest = max(self.largest, workspace)
+        return workspace
+
+
+def rounded(number: int, unit: int) -> int:
+    """``number``, up to the next multiple of ``unit``."""
+    return -(-number // unit) * unit
+
+
+def _flash_backward(args: tuple[Any, ...], _: Any) -> int:
+    rows, heads, length, width = args[1].shape
+    padded = rows * rounded(length, 128)
+    return _flash(padded, padded, heads, width) + _copies(args[0], args[4])
+
+
+def _flash_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
+    tokens, heads, width = args[1].shape
+    rows, longest = len(args[6]) - 1, args[8]
+    return _flash(tokens + 128 * rows, rows * rounded(longest, 128), heads, width)
+
+
+def _flash(queries: int, products: int, heads: int, width: int) -> int:
+    """Gradients of queries are added up in fp32, in rows and heads padded to tiles; so are the
+    products of the output with its gradient. Packed rows share the padding of the queries."""
+    accumulated = queries * heads * rounded(width, 32 if width <= 128 else 64) * FP32
+    return rounded(accumulated, BLOCK) + rounded(products * heads * FP32, BLOCK)
+
+
+def _exchange(args: tuple[Any, ...], _: Any) -> int:
+    """An exchange holds tokens once more: packed by receiver, and then as they arrive."""
+    tokens, _, _, sent, received = args[:5]
+    token = tokens.shape[1:].numel() * tokens.element_size()
+    return rounded(max(sum(sent), sum(received)) * token, BLOCK)
+
+
+def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
+    return _efficient(*args[1].shape)
+
+
+def _efficient_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
+    _, _, heads, width = args[1].shape
+    rows, longest = len(args[6]) - 1, args[8]
+    return _efficient(rows, heads, longest, width)
+
+
+def _efficient(rows: int, heads: int, length: int, width: int) -> int:
+    """In fp32: blocks of threads that share queries hand their sums on through tiles of 64
+    columns, each with a lock; and the products of the output with its gradient. (In 16 bits torch
+    takes FlashAttention.)"""
+    queries = 64 if width <= 64 else 128
+    tiles = -(-length // queries) * -(-width // 64) * (queries * 64 * FP32 + 16)
+    return rounded(rows * heads * tiles, BLOCK) + rounded(rows * heads * length * FP32, BLOCK)
+
+
+def _column_sums(args: tuple[Any, ...], summed: Tensor) -> int:
+    """Sums over tokens, such as of a bias's gradient.
+
+    Where a block of threads would add up too many numbers, several share them, up to as many as the
+    GPU runs at a time, and torch keeps room for the partial sums of all their threads. This is
+    ``setReduceConfig`` in ``Reduce.cuh`` for widths that are multiples of 128, within 2 %.
+    """
+    terms = args[0]
+    if not summed.numel() or terms.shape[-1] != summed.shape[-1] or not terms.is_contiguous():
+        return 0
+    count = terms.numel()
+    if count < 1024 * summed.numel():
+        return 0
+    # A thread adds up 16 numbers or more for a sum, and at most 256.
+    at_once = min(PROCESSORS * THREADS_OF_SM * SUMS_OF_THREAD, 2 * count)
+    return rounded(FP32 * max(at_once, count // 8), BLOCK)
+
+
+def _copies(*tensors: Tensor) -> int:
+    """Of gradient and output ``[R, H, L, D]``, which the kernel takes with the heads inside,
+    without gaps."""
+    return sum(
+        rounded(tensor.nbytes, BLOCK)
+        for tensor in tensors
+        if not tensor.transpose(1, 2).is_contiguous()
+    )
+
+
+WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._flash_attention_backward.default: _flash_varlen_backward,
+    aten._efficient_attention_backward.default: _efficient_varlen_backward,
+    aten.sum.dim_IntList: _column_sums,
+    torch.ops.opensora_sp.exchange.default: _exchange,
+}

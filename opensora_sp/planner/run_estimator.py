@@ -16,30 +16,34 @@ from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.kernels import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
-from opensora_sp.parallel import Options, check_sp_size
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import GPUS, CostModel
+from opensora_sp.parallel.cost_model import H100, CostModel
+from opensora_sp.parallel.mesh import check_sp_size
+from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import check_degrees_in, fixed_groups, nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .batches import BatchSpec
-from .checkpointing import (
+from .memory import (
     COMPILED_LEVELS,
     LEVELS,
+    MemoryPeak,
+    ModelSizes,
+    Persistent,
+    Zero,
     budget_of,
     choose_levels,
     describe,
     mixed,
     pinned_bytes,
     recomputed_share,
+    sampling_peak,
+    training_peak,
 )
-from .communicators import communicators_of, gpus_of_node
-from .memory import MemoryPeak, ModelSizes, Persistent, Zero, sampling_peak, training_peak
-from .sampling_memory import FREE_SHARE, SamplingMemory, placed
 from .seconds import ModelCosts, seconds_of
 from .trace import Activations, trace_activations
-from .traffic import Traffic, output_gather, traffic
+from .traffic import Traffic, communicators, gpus_of_node, output_gather, traffic
 
 DEFAULT_MEMORY = 80e9  # bytes, for which grad_checkpoint="auto" is planned if no GPU is named
 
@@ -80,6 +84,9 @@ class RunEstimator:
 
     Attributes:
         ranks: that share a batch with one degree; all, where each batch may have its own.
+        has_one_degree: False if each micro-batch may have its own degree.
+        communicators: see ``traffic.communicators``; none with one degree, for whose group the
+            planner's reserve stands.
         memory: bytes of a device, less all communicators but the largest.
         kernels: that the traced models run, as ``set_kernels``. By default plain torch, with which
             a step takes as much memory as with any kernels.
@@ -103,7 +110,7 @@ class RunEstimator:
                 training, and no limit in sampling.
             device: "cuda" or "cpu".
             rates: by which seconds are predicted; None is the config's, or an H100's.
-            gpus_per_node: None is ``communicators.gpus_of_node``.
+            gpus_per_node: None is ``traffic.gpus_of_node``.
 
         Raises:
             ValueError: if the config's ``sp_size`` does not fit the number of GPUs.
@@ -120,9 +127,12 @@ class RunEstimator:
         self.gpus_per_node = gpus_of_node(num_gpus, gpus_per_node)
         if isinstance(cfg.sp_size, dict):
             check_degrees_in(cfg.sp_size, num_gpus, self.gpus_per_node)
-        self.communicators = communicators_of(cfg.sp_size, num_gpus, self.gpus_per_node)
+        self.has_one_degree = cfg.sp_size is None or isinstance(cfg.sp_size, int)
+        self.communicators: list[int] = []
+        if not self.has_one_degree:
+            self.communicators = communicators(num_gpus, self.gpus_per_node)
 
-        rates = rates or cost_model_of(cfg.cost_model, default=GPUS["H100"])
+        rates = rates or cost_model_of(cfg.cost_model, default=H100)
         self.options = cfg.parallel_options(rates)
         self.name, self.config = cfg.model_spec.name, cfg.model_spec.config
         self.dtype = DTYPES[cfg.precision]
@@ -143,8 +153,8 @@ class RunEstimator:
             memory = DEFAULT_MEMORY if self.training else math.inf
         self.memory = memory
         # CPUs exchange through memory that is not a rank's.
-        if self.communicators is not None and device == "cuda":
-            self.memory -= self.communicators.beside_largest
+        if device == "cuda":
+            self.memory -= sum(self.communicators[1:])
 
     def plan_kernels(self) -> None:
         """Trace the kernels of a run on a GPU that has verified them all.
@@ -191,7 +201,7 @@ class RunEstimator:
 
     def spans_nodes(self, ranks: int) -> bool:
         """True if any group of so many ranks lies on several nodes."""
-        if isinstance(self.cfg.sp_size, (str, dict)):
+        if not self.has_one_degree:
             groups = nested_groups(self.num_gpus, self.gpus_per_node)
         else:
             groups = fixed_groups(self.num_gpus, ranks)
@@ -281,24 +291,6 @@ class RunEstimator:
             levels, self.shape_of(latents), self.options_on(ranks), ranks, self.dtype.itemsize
         )
         return Memory(self.persistent, self.peak(latents, ranks, levels), levels, pinned)
-
-    def sampling_memory(
-        self, spec: BatchSpec, memory: Memory
-    ) -> tuple[InferenceConfig, SamplingMemory]:
-        """Memory with the encoders, and the config of those that fit into ``memory`` free bytes.
-
-        Args:
-            spec: the largest batch, whose model alone takes ``memory``.
-        """
-        assert isinstance(self.cfg, InferenceConfig)
-        return placed(
-            self.cfg,
-            spec,
-            memory.peak,
-            memory.kept.total,
-            memory=FREE_SHARE * self.memory,
-            device=self.device,
-        )
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
         """The level of each block; ``needed`` are the bytes that a step takes with such levels."""

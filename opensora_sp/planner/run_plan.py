@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.parallel.cost_model import GPUS, CostModel
+from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.gpus import GPUS
 from opensora_sp.parallel.strategies import strategy_for
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .batches import BatchSpec, batches_by_name, buckets_of
+from .batches import CHOSEN_AT_START, BatchSpec, batches_by_name
 from .bucket_levels import ranks_of_bucket
 from .run_estimator import Estimate, RunEstimator
-from .sampling_memory import SamplingMemory
-
-BatchOnRanks = tuple[BatchSpec, int]
-"""A batch, and the number of ranks that share it."""
+from .sampling_memory import SamplingMemory, placed
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,8 @@ class Plan:
     buckets: list[BatchEstimate]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values, with the means and sums that the table shows."""
-        run, buckets = self.run, [asdict(bucket) for bucket in self.buckets]
-        for bucket, shown in zip(self.buckets, buckets, strict=True):
-            shown["memory"]["kept"]["total"] = bucket.memory.kept.total
-            shown["memory"]["peak"]["needed"] = bucket.memory.peak.needed
-            shown["traffic"].update(mean=bucket.traffic.mean, busiest=bucket.traffic.busiest)
-            if bucket.sampling is not None:
-                shown["sampling"]["peak"] = bucket.sampling.peak
+        """Everything as JSON values."""
+        run = self.run
         return dict(
             purpose="training" if run.training else "sampling",
             model=run.name,
@@ -62,14 +54,14 @@ class Plan:
             num_gpus=run.num_gpus,
             sp_size=run.ranks,
             dp_size=run.num_gpus // run.ranks,
-            communicators=run.communicators and asdict(run.communicators),
+            communicators=run.communicators,
             precision=run.cfg.precision,
             grad_checkpoint=run.checkpointing,
             kernels=run.kernels_in_words,
             rates=run.options.cost_model.name,
             spans_nodes=run.spans_nodes(run.ranks) if run.knows_nodes else None,
             memory_gb=run.device_memory and run.device_memory / 1e9,
-            buckets=buckets,
+            buckets=[asdict(bucket) for bucket in self.buckets],
         )
 
 
@@ -117,39 +109,34 @@ def plan(
     """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
 
     Args:
-        degrees: see ``plan_of``.
+        degrees: see ``bucket_estimates``.
         numbers: see ``estimator_of``.
     """
-    return plan_of(estimator_of(cfg, num_gpus, **numbers), degrees)
+    run = estimator_of(cfg, num_gpus, **numbers)
+    return Plan(run, list(bucket_estimates(run, degrees or {})))
 
 
-def plan_of(
-    run: RunEstimator,
-    degrees: Mapping[str, Sequence[int]] | None = None,
-    progress: Callable[[list[BatchOnRanks]], Iterable[BatchOnRanks]] = iter,
-) -> Plan:
-    """The plan of an estimator's run.
+def bucket_estimates(
+    run: RunEstimator, degrees: Mapping[str, Sequence[int]]
+) -> Iterator[BatchEstimate]:
+    """Estimate one bucket after the other, which takes about half a second each.
 
     Args:
         degrees: by bucket, the numbers of ranks that share its batches, each of which is estimated.
             A bucket that is not in has the config's, or with ``sp_size="auto"`` the fewest that its
             batches fit on.
-        progress: iterates over the buckets and may show how far it is.
+
+    Raises:
+        ValueError: if a batch size is chosen when the run starts.
     """
-    batches = progress(_buckets_on_ranks(run, degrees or {}))
-    return Plan(run, [_estimate(run, batch, ranks) for batch, ranks in batches])
-
-
-def _buckets_on_ranks(
-    run: RunEstimator, degrees: Mapping[str, Sequence[int]]
-) -> list[BatchOnRanks]:
-    """The batches of each bucket, with each number of ranks that share them."""
-    buckets_of(run.cfg)  # refuses those whose size is chosen later
-    batches: list[BatchOnRanks] = []
     for name, batch in batches_by_name(run.cfg).items():
-        ranks = degrees.get(name) or [ranks_of_bucket(name, batch, run)]
-        batches += [(batch, number) for number in ranks]
-    return batches
+        if batch.batch_size == CHOSEN_AT_START:
+            raise ValueError(
+                f"got bucket_config with batch sizes that a run chooses at its start ({name}); "
+                "expected numbers; pass --fit with the memory of a GPU, such as --fit 80GB"
+            )
+        for ranks in degrees.get(name) or [ranks_of_bucket(name, batch, run)]:
+            yield _estimate(run, batch, ranks)
 
 
 def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int) -> BatchEstimate:
@@ -169,7 +156,7 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int) -> BatchEstimate
         strategy=strategy.label,
         reason=strategy.reason(shape, options, ranks),
         fits=estimate.memory.peak.needed <= run.memory,
-        sampling=None if run.training else run.sampling_memory(bucket, estimate.memory)[1],
+        sampling=None if run.training else placed(run, bucket, estimate.memory)[1],
     )
 
 
@@ -180,7 +167,10 @@ def rates_of(cfg: TrainConfig | InferenceConfig, gpu: str | None) -> CostModel:
         ValueError: if the name is none of ``GPUS``.
     """
     if gpu is not None and gpu not in GPUS:
-        raise ValueError(f"got --gpu {gpu!r}; expected one of {list(GPUS)}; correct the name")
+        raise ValueError(
+            f"got --gpu {gpu!r}; expected one of {', '.join(GPUS)}; correct the name, or pass the "
+            "memory of another GPU with --memory-gb"
+        )
     return cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
 
 

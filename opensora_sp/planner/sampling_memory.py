@@ -29,9 +29,9 @@ from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, decoded_pieces
 from opensora_sp.encoders.loading import FrozenEncoder, weight_bytes
 
 from .batches import BatchSpec
-from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
-from .live_peak import LivePeak
+from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, LivePeak
 from .memory import MemoryPeak
+from .run_estimator import Memory, RunEstimator
 
 aten = torch.ops.aten
 FREE_SHARE = 0.9
@@ -109,26 +109,21 @@ def placements(cfg: InferenceConfig) -> Iterator[InferenceConfig]:
 
 
 def placed(
-    cfg: InferenceConfig,
-    spec: BatchSpec,
-    steps: MemoryPeak,
-    weights: int,
-    *,
-    memory: float,
-    device: str = "cuda",
+    run: RunEstimator, spec: BatchSpec, memory: Memory
 ) -> tuple[InferenceConfig, SamplingMemory]:
-    """The first of ``placements`` whose peak fits, or the last, and its estimate.
+    """The first of ``placements`` whose peak fits into the run's memory, or the last, and its
+    estimate.
 
     Args:
-        spec: the largest batch.
-        steps: the peak of a call of the model, whose weights have so many bytes.
-        memory: bytes that may be allocated on the device.
+        spec: the largest batch, whose model alone takes ``memory``.
     """
-    tracer = EncoderTracer(spec, device)
-    chosen, estimate = cfg, None
-    for placement in placements(cfg):
-        chosen, estimate = placement, sampling_memory(placement, tracer, steps, weights)
-        if estimate.peak <= memory:
+    assert isinstance(run.cfg, InferenceConfig)
+    tracer = EncoderTracer(spec, run.device)
+    chosen, estimate = run.cfg, None
+    for placement in placements(run.cfg):
+        chosen = placement
+        estimate = sampling_memory(placement, tracer, memory.peak, memory.kept.total)
+        if estimate.peak <= FREE_SHARE * run.memory:
             break
     assert estimate is not None
     return chosen, estimate
@@ -137,7 +132,11 @@ def placed(
 def sampling_memory(
     cfg: InferenceConfig, tracer: EncoderTracer, steps: MemoryPeak, weights: int
 ) -> SamplingMemory:
-    """The estimate of one placement; see ``placed``."""
+    """The estimate of one placement.
+
+    Args:
+        steps: the peak of a call of the model, whose weights have so many bytes.
+    """
     offloads = [cfg.text_encoder.get("offload"), cfg.vae.get("offload")]
     traced = [tracer.text(cfg), tracer.vae(cfg)]
     encoders = sum(map(Traced.between_calls, traced, offloads))

@@ -21,12 +21,12 @@ from torch import nn
 
 from opensora_sp.config.sections import Lora
 from opensora_sp.models.base import ConditionedModel, PassCounts
-from opensora_sp.models.config import SharedConfig
 from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
 from opensora_sp.models.registry import model_class
-from opensora_sp.parallel import Options
+from opensora_sp.models.stdit_config import SharedConfig
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel, attention_flops, block_flops
+from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.strategies import REPLICATED, Strategy, strategy_for
 
 from .trace import meta_model

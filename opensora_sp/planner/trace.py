@@ -19,8 +19,7 @@ from opensora_sp.models.lora import add_lora, targets_of_any_block
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
-from .cuda_memory import CUBLAS_WORKSPACE, AllocatorPeak
-from .live_peak import LivePeak
+from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, LivePeak
 
 DEPTH = 2  # pairs of blocks traced; each further one adds as much as the second
 

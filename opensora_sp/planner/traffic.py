@@ -1,4 +1,5 @@
-"""Bytes that ranks send in one forward and backward pass, as a ``CommLedger`` counts them.
+"""Communication: bytes that ranks send in one forward and backward pass, as a ``CommLedger`` counts
+them, and the memory of NCCL's communicators.
 
 The comparison of shapes before each forward ("check", 16 bytes) and ZeRO's own traffic are left
 out.
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel.options import Options
+from opensora_sp.parallel.rank_groups import groups_with, nested_groups
 from opensora_sp.parallel.strategies import Strategy, strategy_for
 
 
@@ -64,3 +66,38 @@ def output_gather(
     """Bytes each rank sends to give all others the output of its tokens, as sampling does."""
     tokens_of_ranks = shape.entries(shape.of_blocks(strategy.token_layouts(shape))[-1], ranks)
     return [tokens * (ranks - 1) * token_bytes for tokens in tokens_of_ranks]
+
+
+# Communicators
+
+
+GPUS_OF_NODE = 8
+"""GPUs of a node whose size is not known."""
+
+BYTES_OF_PEER = 3.28e9 / 7
+"""Bytes that NCCL takes on a GPU for each other GPU of a communicator on the same node.
+
+Reported for an all-to-all of 8 H100: 3.28 GB after the first one, in buffers of 32 channels for
+each peer (https://github.com/NVIDIA/nccl/issues/1685). GPUs with slower links have fewer channels.
+Peers on other nodes share one buffer, which is not counted.
+"""
+
+
+def communicators(world_size: int, ranks_per_node: int) -> list[int]:
+    """Bytes of NCCL's communicators on the rank of a nested family that has the most of them.
+
+    The largest group's is the first. The planner's reserve stands for it (``memory.RESERVED``), and
+    a step may not take the others.
+    """
+    family = nested_groups(world_size, ranks_per_node)
+    by_rank = []
+    for rank in range(world_size):
+        # Peers on other nodes share one buffer.
+        peers = [min(group.size, ranks_per_node) - 1 for group in groups_with(rank, family)]
+        by_rank.append([round(number * BYTES_OF_PEER) for number in peers if number > 0])
+    return max(by_rank, key=sum)
+
+
+def gpus_of_node(num_gpus: int, gpus_per_node: int | None) -> int:
+    """The number of GPUs on each node; where it is not known 8, or all if they are fewer."""
+    return gpus_per_node or min(num_gpus, GPUS_OF_NODE)

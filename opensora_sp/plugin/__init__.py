@@ -2,9 +2,9 @@
 
 from opensora_sp.checkpoint import NamedShards
 
-from .launch import current_device, launch
-from .optimizer import SequenceZeroOptimizer
 from .plugin import SequenceParallelPlugin
+from .process_group import current_device, launch
+from .zero_optimizer import SequenceZeroOptimizer
 
 __all__ = [
     "NamedShards",

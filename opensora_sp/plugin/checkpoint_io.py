@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from opensora_sp.checkpoint import (
@@ -34,12 +32,12 @@ from opensora_sp.checkpoint import (
     on_rank_0,
     open_weights,
 )
-from opensora_sp.checkpoint.folder import to_json
+from opensora_sp.checkpoint.checkpoint_folder import to_json
 from opensora_sp.checkpoint.tensor_file import ShardIndex, is_index, is_safetensors
 from opensora_sp.common.files import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
-from .optimizer import SequenceZeroOptimizer
+from .zero_optimizer import SequenceZeroOptimizer
 
 logger = logging.getLogger(__name__)
 # Keys of an optimizer's metadata. The loss scale is null except in fp16.
@@ -79,7 +77,6 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         use_safetensors: bool,
         use_async: bool = False,
     ) -> None:
-        _warn_of_format(use_safetensors)
         path = _safetensors_path(checkpoint)
         self._save(SaveJob(_Files(path.parent), {path.name: _model_parts(model)}), use_async)
 
@@ -93,7 +90,6 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        _warn_of_format(use_safetensors)
         stem = f"model.{prefix}" if prefix else "model"
         parts = _model_parts(model)
         self._save(_sharded(Path(checkpoint_path), stem, parts, max_shard_size, {}), use_async)
@@ -207,7 +203,6 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
 
         ``save_model`` keeps the fp32 master weights.
         """
-        _warn_of_format(use_safetensors)
         with on_rank_0("saving LoRA adapters"):
             super().save_lora_as_pretrained(model, checkpoint, True, state_dict)
 
@@ -340,11 +335,6 @@ def _metadata(state: Weights, key: str) -> Any:
     """A value of ``_optimizer_values``. The header of a file holds them as strings of JSON."""
     entry = state.metadata.get(key)
     return parse_json(entry, f"{key} of {state.path}") if isinstance(entry, str) else entry
-
-
-def _warn_of_format(use_safetensors: bool) -> None:
-    if not use_safetensors and dist.get_rank() == 0:
-        warnings.warn("weights are saved in safetensors: this plugin pickles nothing", stacklevel=4)
 
 
 def _safetensors_path(checkpoint: str) -> Path:

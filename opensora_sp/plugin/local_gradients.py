@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opensora_sp.parallel.debug.communication import communicating
 
-from .optimizer import GATHERED_BUCKETS, SequenceZeroOptimizer
+from .zero_optimizer import GATHERED_BUCKETS, SequenceZeroOptimizer
 
 
 class LocalGradients:
@@ -73,7 +73,8 @@ class LocalGradients:
 
     def _reduce_piece(self, columns: Tensor, mean: Tensor) -> None:
         """Set this rank's part ``[n]`` to its mean; the columns ``[world, n]`` are of one piece."""
-        received, sent = torch.empty_like(mean), columns.flatten()
+        # A single column, flattened, is a view with strides, which NCCL does not take.
+        received, sent = torch.empty_like(mean), columns.contiguous().flatten()
         with communicating("zero", mean.device, backward=True):
             dist.reduce_scatter_tensor(received, sent)
         torch.div(received, len(columns), out=mean)

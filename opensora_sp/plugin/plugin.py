@@ -32,9 +32,9 @@ from ._colossalai import (
     get_accelerator,
 )
 from .checkpoint_io import NamedCheckpointIO
-from .launch import current_device, use_cpu_if_nothing_else
 from .local_gradients import AccumulatingZeroOptimizer
-from .optimizer import SequenceZeroOptimizer
+from .process_group import current_device, use_cpu_if_nothing_else
+from .zero_optimizer import SequenceZeroOptimizer
 
 Boosted = tuple[nn.Module, OptimizerWrapper, Callable[..., Any], DataLoader[Any], Any]
 

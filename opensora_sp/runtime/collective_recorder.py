@@ -16,18 +16,22 @@ import functools
 import inspect
 import sys
 import threading
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.distributed import distributed_c10d as c10d
 
 from .rank_info import format_ranks
-from .stack_inspection import location
 
 # In newer versions the first names call the second ones.
 RENAMED = {
@@ -52,6 +56,14 @@ COLLECTIVES = (
     "scatter",
     "send",
 )
+# Code whose lines are not reported: of torch, of this folder, and of wrappers of deprecated
+# functions, as some collectives of torch 2.14 are.
+_SKIPPED = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    typing_extensions.__file__,
+    warnings.__file__,
+)
 HISTORY = 2048  # newest collectives kept per group; a host runs ahead of its device by fewer
 
 
@@ -70,7 +82,8 @@ class Collective:
     ranks: tuple[int, ...]
     peer: int | None
     location: str
-    returned: bool = False  # to the host; on an asynchronous backend that means launched
+    # To the host: on an asynchronous backend it is only launched then.
+    returned: bool = False
     description: str = ""
 
     def __str__(self) -> str:
@@ -170,13 +183,15 @@ class CollectiveRecorder:
     def _record_call(self, operation: str, arguments: dict[str, Any]) -> Collective | None:
         group: Any = arguments.get("group") or dist.group.WORLD
         name = c10d._world.pg_names.get(group)
-        if name is None:  # not a member
+        if name is None:
+            # This rank is no member of the group.
             return None
 
         peer = None
         if operation in ("send", "recv"):
             peer = arguments.get("dst" if operation == "send" else "src")
-            if peer is None:  # from any rank, so none can be named
+            if peer is None:
+                # From any rank: none can be named.
                 return None
 
         tensors, line = _tensor_arguments(arguments), location(sys._getframe())
@@ -221,3 +236,23 @@ def _tensor_arguments(arguments: dict[str, Any]) -> list[str]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors.append(f"{name} {several}{list(tensor.shape)} {dtype}")
     return tensors
+
+
+def location_of_thread(thread: int) -> str:
+    """The line of a thread, as in ``location``."""
+    frame = sys._current_frames().get(thread)
+    return "an unknown place" if frame is None else location(frame)
+
+
+def stack_of_thread(thread: int) -> str:
+    """The whole stack of a thread, outermost frame first."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def location(frame: FrameType) -> str:
+    """``folder/file.py:line (function)`` of the innermost frame outside torch and this folder."""
+    while frame.f_code.co_filename.startswith(_SKIPPED) and frame.f_back is not None:
+        frame = frame.f_back
+    file = "/".join(frame.f_code.co_filename.rsplit("/", 3)[-3:])
+    return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from opensora_sp.common.files import atomic_write, read_json
-from opensora_sp.parallel.cost_model import PRESETS, CostModel, preset_of
+from opensora_sp.parallel.cost_model import CostModel
+from opensora_sp.parallel.gpus import PRESETS, preset_of
 
 MAX_BYTES = 1 << 16
 KEYS = {"cost_model", "device", "versions", "date", "measured"}

@@ -49,7 +49,8 @@ class LocalRanks:
         self.context = context or multiprocessing.get_context("spawn")
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._lock, self._is_closed = threading.Lock(), False  # to start or end processes
+        # Held to start or end processes.
+        self._lock, self._is_closed = threading.Lock(), False
 
     def run(
         self, work: Any, *, on_step: Callable[..., object], is_cancelled: Callable[[], bool]

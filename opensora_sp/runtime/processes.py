@@ -1,4 +1,4 @@
-"""Processes of this host: the launchers of a rank, how it ends with them, and its workers.
+"""Processes of this host: a rank's launchers, how it ends with them, its signals and workers.
 
 ``torchrun`` ends its ranks when it is asked to end. Where it is killed, or ``colossalai run``
 exits, they keep running, and hold GPUs and ports. A ``Watchdog`` stops a training that has started,
@@ -10,6 +10,7 @@ Imports nothing slow: scripts call ``end_with_launchers`` first.
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -19,15 +20,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from opensora_sp.common.console import INTERRUPTED
 
 INTERVAL = 1.0  # seconds between two looks at the launchers
 EXIT_TIMEOUT = 5.0  # seconds that a process has to end by itself after they have exited
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # of prctl(2)
 RUN_ID = "TORCHELASTIC_RUN_ID"  # which torchrun sets for its ranks
 
-# Set while the exit of a launcher is a request to stop, by ``runtime.signals.SignalHandler``.
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# A terminal and a launcher that forwards SIGINT send it twice, within so many seconds.
+SAME_INTERRUPT = 1.0
+
+# Set while the exit of a launcher is a request to stop, by ``SignalHandler``.
 is_request_to_stop = threading.Event()
 
 
@@ -57,7 +65,8 @@ def _end_with(watched: list[psutil.Process | None]) -> None:
         waited = 0.0 if is_request_to_stop.is_set() else waited + INTERVAL
 
     name = f"rank {os.environ['RANK']}" if "RANK" in os.environ else f"process {os.getpid()}"
-    with suppress(OSError):  # its terminal may be gone as well
+    with suppress(OSError):
+        # Its terminal may be gone as well.
         sys.stderr.write(f"{name} ends: its launcher has exited\n")
         sys.stderr.flush()
     os._exit(1)
@@ -91,9 +100,8 @@ def is_alive(process: psutil.Process | None) -> bool:
 def launchers() -> list[psutil.Process | None]:
     """The ``torchrun`` that started this process and, if there is one, its ``colossalai run``.
 
-    ``torchrun`` is the nearest ancestor that runs Python: between them may be a shell script. Where
-    none does, it is a frozen executable, out of sight in an outer PID namespace, or has exited
-    (``_torchrun``).
+    ``torchrun`` is the nearest ancestor without ``RUN_ID`` in its environment, which it sets for
+    its ranks: between them may be a shell script. It may be out of sight in an outer PID namespace.
     ``colossalai run`` (0.5.0) is the parent of a copy of itself for each node, which starts
     ``torchrun`` there. It ends alone and leaves the others running, so the process that the user
     started is returned. None stands for one that has exited already. Other ancestors are not
@@ -103,7 +111,9 @@ def launchers() -> list[psutil.Process | None]:
         return []
 
     ancestors = _ancestors()
-    torchrun = _torchrun(ancestors)
+    # A process that adopts orphans is in its place once it has exited.
+    above_ranks = (process for process in ancestors if not _has_run_id(process))
+    torchrun = [None if _adopts_orphans(process) else process for process in above_ranks][:1]
     colossalai: list[psutil.Process | None] = list(filter(_is_colossalai, ancestors))
     above = [process for process in ancestors if process not in torchrun and _runs_python(process)]
     # Only the copy is left. Since Python 3.14 a server of multiprocessing forks the copy, which
@@ -113,38 +123,11 @@ def launchers() -> list[psutil.Process | None]:
     return [*torchrun, *colossalai[-1:]]
 
 
-def _torchrun(ancestors: list[psutil.Process]) -> list[psutil.Process | None]:
-    """The process to watch as ``torchrun``; [None] where it has exited, [] where it is unknown.
-
-    Ranks and their wrappers have ``RUN_ID`` in their environments, and ``torchrun`` has not. Once
-    it has exited, a process that adopts orphans is in its place. A script that a shell has started
-    with a copy of these variables counts as a rank if that shell has exited already.
-    """
-    for process in ancestors:
-        if _runs_python(process):
-            return [process]
-
-    for process in ancestors:
-        if not _has_run_id(process):
-            return [None if _adopts_orphans(process) else process]
-
-    # Only wrappers are left, of a PID namespace in which torchrun is out of sight.
-    return [process for process in ancestors[:1] if process.pid != 1]
-
-
-def _own_process() -> psutil.Process:
-    """This process by its number in /proc, which an outer PID namespace may have mounted."""
-    try:
-        return psutil.Process(int(os.readlink("/proc/self")))
-    except OSError:  # no Linux
-        return psutil.Process()
-
-
 def _ancestors() -> list[psutil.Process]:
     """The parent of this process, its parent, and so on, up to one that has exited."""
     ancestors = []
     with suppress(psutil.Error):
-        process = _own_process().parent()
+        process = psutil.Process().parent()
         while process is not None:
             ancestors.append(process)
             process = process.parent()
@@ -156,7 +139,8 @@ def _runs_python(process: psutil.Process) -> bool:
     with suppress(psutil.Error, IndexError):
         try:
             program = process.exe()
-        except psutil.AccessDenied:  # of another user
+        except psutil.AccessDenied:
+            # The process belongs to another user.
             program = process.cmdline()[0]
         # The executable of a framework build on macOS is ``Python``.
         return Path(program).name.lower().startswith("python")
@@ -182,6 +166,60 @@ def _is_colossalai(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return "run" in command and any(Path(part).name == "colossalai" for part in command[:2])
+
+
+class SignalHandler:
+    """SIGTERM, SIGUSR1 and Ctrl-C as requests to stop; a second Ctrl-C ends the process.
+
+    Handles them from ``install`` to ``uninstall``, in the main thread only. SLURM is often asked
+    to send SIGUSR1 before the end of a job's time. Meanwhile the exit of a launcher is a request to
+    stop as well, which the watchdog makes: the kernel does not kill the process then, but lets it
+    continue if it was stopped.
+
+    Attributes:
+        received: name of the signal received, empty before; SIGINT prevails.
+    """
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._interrupted_at = math.inf
+        self._previous: dict[int, Any] = {}
+        self._parent_death_signal = 0
+
+    def install(self) -> None:
+        """Replace the handlers, except of a signal that is ignored, and a script's of SIGUSR1."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in REQUESTS:
+            if not _is_kept(number):
+                self._previous[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+        self._parent_death_signal = set_parent_death_signal(signal.SIGCONT)
+        is_request_to_stop.set()
+
+    def uninstall(self) -> None:
+        is_request_to_stop.clear()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        set_parent_death_signal(self._parent_death_signal)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        # After SIGINT, torchrun forwards a second Ctrl-C as SIGTERM.
+        now = time.monotonic()
+        is_second = now - self._interrupted_at >= SAME_INTERRUPT
+        if is_second and number != signal.SIGUSR1:
+            os._exit(INTERRUPTED)
+        if number == signal.SIGINT:
+            self._interrupted_at = min(self._interrupted_at, now)
+
+        # The watchdog's thread logs it: this thread may hold the lock of a log handler.
+        if self.received != "SIGINT":
+            self.received = signal.Signals(number).name
+
+
+def _is_kept(number: int) -> bool:
+    handler = signal.getsignal(number)
+    has_meaning = number == signal.SIGUSR1 and handler is not signal.SIG_DFL
+    return has_meaning or handler is signal.SIG_IGN
 
 
 def init_worker(worker: int = 0) -> None:

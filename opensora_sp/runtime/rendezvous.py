@@ -180,7 +180,8 @@ class Rendezvous:
         with reporting_lost_store(launch):
             number = BoundedStore(names, max(1.0, self._remaining())).add(key, 1)
         self.store = BoundedStore(dist.PrefixStore(str(number), names), timeout)
-        self.hosted: RunStore | None = None  # in rank 0, once all have joined
+        # In rank 0, once all have joined.
+        self.hosted: RunStore | None = None
 
     def join(self, settings: Mapping[str, Any], error: str | None = None) -> RunStore:
         """Report what this rank runs, wait for the verdict, and connect to the store of the run.
@@ -348,7 +349,8 @@ def _open_store(launch: Launch, timeout: float) -> dist.Store:
         is_master=launch.hosts_store,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
-        multi_tenant=True,  # so that init_process_group in this process finds the same one
+        # So that init_process_group in this process finds the same one.
+        multi_tenant=True,
     )
     try:
         opened: dist.Store = BoundedStore.connect(connect, timeout).store

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -73,15 +74,19 @@ class RunLock:
     process if another run has taken the lock. Where the folder's file system has no locks, a
     warning is logged and the folder is not locked.
 
+    Args:
+        patience: most seconds to wait, for other ranks that wait for this one meanwhile.
+
     Raises:
         ValueError: on entry, if another run still holds the folder after ``LOCAL_WAIT`` (a process
             of this host) or ``STALE_AFTER``, or if the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / LOCK
+    def __init__(self, folder: Path, patience: float = math.inf) -> None:
+        self.folder, self.path, self.patience = folder, folder / LOCK, patience
         self._holder = Holder.of_this_process()
-        self._descriptor: int | None = None  # of the locked file
+        # The lock lasts as long as this descriptor is open.
+        self._descriptor: int | None = None
         self._released = threading.Event()
 
     def __enter__(self) -> RunLock:
@@ -149,7 +154,8 @@ class RunLock:
         """
         before = self._look()
         holder = before[0]
-        timeout = LOCAL_WAIT if holder is None or holder.is_local else STALE_AFTER
+        needed = LOCAL_WAIT if holder is None or holder.is_local else STALE_AFTER
+        timeout = min(needed, self.patience)
         logger.warning(
             "%s is locked by %s; waiting up to %g s for its end",
             self.folder,
@@ -158,7 +164,8 @@ class RunLock:
         )
         if wait_until(self._lock, timeout, LOOK_INTERVAL):
             return
-        if self._look() == before and self._lock(is_stale=True):
+        # Heartbeats that were watched for less time prove nothing.
+        if timeout == needed and self._look() == before and self._lock(is_stale=True):
             return
         raise ValueError(
             f"got outputs {str(self.folder)!r}, which {self._look()[0] or holder or 'another run'} "
@@ -192,5 +199,6 @@ class RunLock:
         with exiting_after(END_TIMEOUT, status=1):
             logger.error("%s", reason)
             write_error_file(reason)
-            logging.shutdown()  # flushes
+            # os._exit flushes nothing.
+            logging.shutdown()
         os._exit(1)

@@ -100,7 +100,8 @@ def _exit_despite_a_call() -> None:
     If that came while the interpreter is finalized, the thread would abort the process. The status
     is the script's, or 1 where it has none: its store is lost.
     """
-    logging.shutdown()  # flushes
+    # os._exit flushes nothing.
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(console.exit_status or 1)
@@ -177,7 +178,8 @@ class RunStore:
 
         for peer, (machine, pid) in enumerate(place.processes):
             if peer != rank and machine == machine_id():
-                with suppress(psutil.NoSuchProcess):  # the lost connection will be reported
+                with suppress(psutil.NoSuchProcess):
+                    # It has exited: the lost connection will be reported.
                     self.peers[peer] = psutil.Process(pid)
 
     @classmethod
@@ -255,11 +257,13 @@ class RunStore:
             text = _encodable(reason)
             return str(self._connected().compare_set("failure", "", text).decode())
         except RuntimeError:
-            return reason  # rank 0 has exited, or does not answer
+            # Rank 0 has exited, or does not answer.
+            return reason
 
     def wait_until_all_know(self, timeout: float = PROPAGATION_TIMEOUT) -> bool:
         """Acknowledge the failure; returns True if all living ranks did so in time."""
-        with suppress(RuntimeError):  # rank 0 was faster
+        with suppress(RuntimeError):
+            # Rank 0 may have left before.
             store = self._connected()
             store.timeout = timeout
             store.set(f"acknowledged {self.rank}", "")

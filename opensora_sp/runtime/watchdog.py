@@ -41,13 +41,11 @@ import torch.distributed as dist
 from opensora_sp.common.console import INTERRUPTED
 from opensora_sp.common.error_file import wait_until, write_error_file
 
-from .collective_recorder import CollectiveRecorder
-from .processes import exiting_after, is_alive, launchers
+from .collective_recorder import CollectiveRecorder, location_of_thread, stack_of_thread
+from .processes import SignalHandler, exiting_after, is_alive, launchers
 from .rank_info import format_ranks
 from .rendezvous import JOIN_TIMEOUT, first_line, join_timeout
 from .run_store import PROCESS_ENDED, PROPAGATION_TIMEOUT, Heartbeat, RunStore
-from .signals import SignalHandler
-from .stack_inspection import location_of_thread, stack_of_thread
 from .timeouts import (
     COLLECTIVE_TIMEOUT,
     INTERVAL,
@@ -129,8 +127,10 @@ class Watchdog:
             read_heartbeats=self._store.heartbeats,
         )
 
-        self._number, self._stop_number = 0, 0  # heartbeats: written, and at the request to stop
-        self._failure: str | None = None  # the first one, of any rank
+        # Heartbeats: written, and at the request to stop.
+        self._number, self._stop_number = 0, 0
+        # The first one, of any rank.
+        self._failure: str | None = None
         self._ended, self._is_reported = threading.Event(), False
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -173,7 +173,8 @@ class Watchdog:
     def why_to_stop(self) -> str:
         """``stop_reason`` of this rank, or of another one that this rank has not read yet."""
         if self.stop_reason is None:
-            with suppress(RuntimeError):  # the store is lost, which the thread reports
+            with suppress(RuntimeError):
+                # The store is lost, which the thread reports.
                 return self._store.stop_reason()
         return self.stop_reason or ""
 
@@ -197,7 +198,8 @@ class Watchdog:
             before = self._store.heartbeats(self._others)
             wait_for_failure()
             after = self._store.heartbeats(self._others)
-        except RuntimeError:  # rank 0 has exited, which the thread notices
+        except RuntimeError:
+            # Rank 0 has exited, which the thread notices.
             return wait_for_failure()
 
         silent = [rank for rank in self._others if after[rank].number == before[rank].number]
@@ -256,7 +258,8 @@ class Watchdog:
                 self._check()
             except _RunFailed as failure:
                 return self._end_run(str(failure))
-            except RuntimeError as error:  # of the store
+            except RuntimeError as error:
+                # The connection to the store is lost.
                 if self._ended.is_set():
                     return
                 self._store.close()
@@ -361,7 +364,8 @@ class Watchdog:
         if self._ended.wait(0 if is_hang and not all_know else EXIT_TIMEOUT):
             return
 
-        logging.shutdown()  # flushes
+        # os._exit flushes nothing.
+        logging.shutdown()
         sys.stdout.flush()
         os._exit(_exit_code(reason))
 

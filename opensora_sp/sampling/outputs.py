@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from opensora_sp.checkpoint import Adapters, weight_files
 from opensora_sp.checkpoint.filesystem import sha256
+from opensora_sp.common.console import RANK_LOCAL
 from opensora_sp.common.files import read_json
 from opensora_sp.config import InferenceConfig
 from opensora_sp.data.video import Mp4
+from opensora_sp.parallel import SequenceMesh
 
 from .contact_sheet import drawable, shown_frames, write_contact_sheet
+from .decoding import writer_of
+from .pipeline import Pipeline
 from .requests import Request
+
+logger = logging.getLogger(__name__)
 
 # The folder of videos whose names are their prompts.
 VIDEOS = "videos"
@@ -129,6 +137,70 @@ class Output:
             self.file.close()
 
 
+def write_batch(
+    pipeline: Pipeline,
+    batch: list[Request],
+    parts: list[torch.Tensor],
+    mesh: SequenceMesh,
+    folder: Path,
+    digest: str | None,
+    errors: list[str] | None = None,
+) -> list[Path]:
+    """Decode and write the latents of a batch; returns the files of this rank. Collective.
+
+    Args:
+        parts: the result of ``Pipeline.looped``.
+        digest: SHA-256 of the weights; None while they are being trained.
+        errors: takes the errors of videos that cannot be written, which end nothing else; None
+            raises the first error.
+    """
+    outputs = _BatchOutputs(errors)
+    try:
+        for index, request in enumerate(batch):
+            if writer_of(index, mesh) == mesh.sp_rank:
+                facts = facts_of(pipeline.cfg, request, digest)
+                with outputs.writing(index):
+                    outputs[index] = Output(folder, request, facts, pipeline.num_frames(request))
+
+        for index, frames in pipeline.frames(batch, parts, mesh):
+            # The frames of others are decoded too: ranks do that together.
+            if index in outputs:
+                with outputs.writing(index):
+                    outputs[index].add(frames)
+
+        written = []
+        for index in list(outputs):
+            with outputs.writing(index):
+                written.append(outputs[index].finish())
+    except BaseException:
+        for output in outputs.values():
+            output.abort()
+        raise
+
+    for path in written:
+        logger.info("rank %d wrote %s", mesh.rank, path, extra=RANK_LOCAL)
+    return written
+
+
+class _BatchOutputs(dict[int, Output]):
+    """This rank's files of a batch, by the video's index. See ``write_batch`` for ``errors``."""
+
+    def __init__(self, errors: list[str] | None) -> None:
+        self.errors = errors
+
+    @contextmanager
+    def writing(self, index: int) -> Iterator[None]:
+        """Inside, one video is written; where errors are collected, one drops only this video."""
+        try:
+            yield
+        except Exception as error:
+            if self.errors is None:
+                raise
+            self.errors.append(f"{type(error).__name__}: {error}")
+            if index in self:
+                self.pop(index).abort()
+
+
 def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
     """The path of a request's video, or single frame.
 
@@ -177,6 +249,7 @@ def facts_of(
 
     names = ("model", "vae", "text_encoder", "scheduler", "precision", "use_ema", "convert")
     facts["config"] = {key: getattr(cfg, key) for key in names}
+    # As they are read back: tuples are lists, so that they compare equal.
     return json.loads(json.dumps(facts))
 
 

@@ -22,8 +22,9 @@ from opensora_sp.models import Text
 from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.parallel import SequenceMesh
 
-from .conditioning import Insertion, Prompt, frames_of_kind, insert_references, prompt_of_loop
 from .decoding import Frames, decode
+from .prompts import Prompt, prompt_of_loop
+from .reference_frames import Insertion, frames_of_kind, insert_references
 from .requests import Request, extra_inputs, first_frames
 
 
@@ -181,6 +182,7 @@ class Pipeline:
             copies: predictions of a step; the first is for the prompts. By default as without
                 conditioning frames.
         """
+        # Prompts first, then as many for each further prediction: the order of guidance.
         texts = [prompt_of_loop(request.prompt.text, loop) for request in batch]
         prompts, drop = list(texts), [False] * len(batch)
         for _ in range((copies or self._copies(None)) - 1):

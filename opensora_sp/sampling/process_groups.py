@@ -26,10 +26,6 @@ from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
 from opensora_sp.parallel.mesh import spans_nodes
-from opensora_sp.planner.batches import BatchSpec
-from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.planner.sampling_memory import FREE_SHARE
-from opensora_sp.planner.seconds import ModelCosts, seconds_of
 
 from .requests import Request, batches_of
 
@@ -155,6 +151,9 @@ def _seconds_by_shape(
     cfg: InferenceConfig, cost_model: CostModel, ranks: int, spans_nodes: bool
 ) -> Callable[[Batch], float]:
     """Predicts a forward pass of a batch on one of the groups of so many ranks."""
+    # Once the config is checked, so that errors come without the time to import the planner.
+    from opensora_sp.planner.seconds import ModelCosts, seconds_of
+
     spec = cfg.model_spec
     options = replace(cfg.parallel_options(cost_model), spans_nodes=spans_nodes)
     model = ModelCosts.of(spec.name, spec.config)
@@ -190,11 +189,16 @@ def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> Inferen
 
     Settings of ``offload`` stay as they are.
     """
-    spec = largest_batch(groups)
+    # On GPUs alone.
+    from opensora_sp.planner.batches import BatchSpec
+    from opensora_sp.planner.run_estimator import RunEstimator
+    from opensora_sp.planner.sampling_memory import FREE_SHARE, placed
+
+    spec = BatchSpec(*largest_batch(groups))
     cfg = cfg.model_copy(update=dict(sp_size=groups.sp_size))
     run = RunEstimator(cfg, groups.sp_size, free)
     memory = run.memory_of(run.latents(spec), groups.sp_size)
-    chosen, estimate = run.sampling_memory(spec, memory)
+    chosen, estimate = placed(run, spec, memory)
 
     logger.info("memory, of %.3f GB free: %s", free / 1e9, estimate.describe())
     if estimate.peak > FREE_SHARE * free:
@@ -210,9 +214,9 @@ def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> Inferen
     return chosen
 
 
-def largest_batch(groups: Groups) -> BatchSpec:
-    """A batch of the largest number of videos and of the largest shape."""
+def largest_batch(groups: Groups) -> tuple[int, int, tuple[int, int]]:
+    """The largest number of videos in a batch; frames and (height, width) of the largest shape."""
     batches = list(chain.from_iterable(groups.batches))
     num_frames, *size = max((batch[0].shape for batch in batches), key=math.prod)
     height, width = size
-    return BatchSpec(max(map(len, batches)), num_frames, (height, width))
+    return max(map(len, batches)), num_frames, (height, width)

@@ -1,22 +1,106 @@
-"""Prompt files."""
+"""Prompts, their notation (references in braces, texts of loops), and prompt files."""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from opensora_sp.common.files import or_shipped, read_small_file
+from opensora_sp.common.files import or_shipped, parse_json, read_small_file
 from opensora_sp.config import PromptOptions, explain
+
+from .reference_frames import Insertion, parse_mask_strategy
 
 # Windows editors begin UTF-8 with a byte order mark, which is not part of the first prompt.
 ENCODING = "utf-8-sig"
 MAX_BYTES, MAX_PROMPTS = 16 << 20, 100_000
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A caption and the conditioning of its video.
+
+    Attributes:
+        text: the caption, possibly one for each loop (``prompt_of_loop``).
+        reference_path: files, separated by ``;``.
+        mask_strategy: where their frames are placed (``parse_mask_strategy``). By default the first
+            frame of the first file is the first frame of the video.
+    """
+
+    text: str
+    reference_path: str | None = None
+    mask_strategy: str | None = None
+
+    @property
+    def references(self) -> list[Path]:
+        parts = (self.reference_path or "").split(";")
+        return [Path(part.strip()) for part in parts if part.strip()]
+
+    @property
+    def insertions(self) -> list[Insertion]:
+        default = "0" if self.references else ""
+        return parse_mask_strategy(default if self.mask_strategy is None else self.mask_strategy)
+
+
+def parse_prompt(
+    text: str, reference_path: str | None = None, mask_strategy: str | None = None
+) -> Prompt:
+    """Parse ``'a cat{"reference_path": "cat.png", "mask_strategy": "0"}'``, as in Open-Sora 1.2.
+
+    Args:
+        reference_path, mask_strategy: defaults for prompts without them.
+
+    Raises:
+        ValueError: if the braces are not a JSON object of these two keys.
+    """
+    caption, brace, rest = text.partition("{")
+    options: dict[str, str | None] = {
+        "reference_path": reference_path,
+        "mask_strategy": mask_strategy,
+    }
+
+    if brace:
+        try:
+            given = parse_json(brace + rest, "the prompt")
+            if set(given) - set(options) or not all(isinstance(v, str) for v in given.values()):
+                raise ValueError
+            options |= given
+        except ValueError:
+            raise ValueError(
+                f"got prompt {text!r}; expected text, then at most a JSON object with the texts "
+                "reference_path and mask_strategy; correct what stands in braces"
+            ) from None
+
+    return Prompt(caption.strip(), **options)
+
+
+def prompt_of_loop(prompt: str, loop: int) -> str:
+    """The text of one loop: ``"|0|a cat|2|a dog"`` is a cat from loop 0 on, a dog from loop 2 on.
+
+    Prompts without ``|`` at the start hold for all loops.
+
+    Raises:
+        ValueError: if a number is missing or none is 0.
+    """
+    if not prompt.startswith("|"):
+        return prompt
+    parts = prompt[1:].split("|")
+    numbers, texts = parts[0::2], parts[1::2]
+    are_numbers = all(re.fullmatch(r"\s*\d+\s*", number) for number in numbers)
+    if len(numbers) != len(texts) or not are_numbers or int(numbers[0]) != 0:
+        raise ValueError(
+            f"got prompt {prompt!r}; expected '|0|first|2|from loop 2 on', numbers and texts in "
+            "turn from 0 on; correct it, or start it with another sign than |"
+        )
+    begun = [text for number, text in zip(numbers, texts, strict=True) if int(number) <= loop]
+    return begun[-1]
 
 
 def read_prompts(path: str | Path) -> list[PromptOptions]:

@@ -18,6 +18,7 @@ from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
 from opensora_sp.data.captions import score_words, with_sentences
 from opensora_sp.data.randomness import normal
+from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
 from opensora_sp.encoders import (
     planned_decoded_frames,
@@ -25,7 +26,8 @@ from opensora_sp.encoders import (
     planned_whole_frames,
 )
 
-from .conditioning import Prompt, check_insertions, parse_prompt, prompt_of_loop
+from .prompts import Prompt, parse_prompt, prompt_of_loop
+from .reference_frames import check_insertions
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200
@@ -101,6 +103,7 @@ def file_name(text: str) -> str:
     Separators, control characters and ASCII punctuation become ``-``. The result is short enough
     for the 255 bytes of a file name, with number, suffix and the prefix of temporary files.
     """
+    # Composed and decomposed letters are one name.
     plain = unicodedata.normalize("NFC", text).lower()
     kept = "".join(character if _is_kept(character) else "-" for character in plain)
     slug = re.sub("-+", "-", kept).strip("-")[:NAME_CHARACTERS]
@@ -162,6 +165,11 @@ def _request(cfg: InferenceConfig, options: PromptOptions, index: int, sample: i
 
     _check_at_most(MAX_CHARACTERS, len(options.prompt), "characters", "prompt")
     prompt = parse_prompt(options.prompt, either("reference_path"), either("mask_strategy"))
+    if not prompt.text:
+        raise ValueError(
+            f"got the prompt {options.prompt!r}, which has no text; expected some; write what the "
+            "video shows, or leave the prompt out"
+        )
     own_name = f"{prompt.text}-{sample}" if cfg.file_names == "prompt" else None
     _check_at_most(MAX_REFERENCES, len(prompt.references), "references", "prompt")
 
@@ -177,6 +185,7 @@ def _request(cfg: InferenceConfig, options: PromptOptions, index: int, sample: i
         seed=either("seed"),
         negative_prompt=either("negative_prompt"),
         index=index,
+        # A prompt with its own seed has the same video wherever it stands.
         place=index if options.seed is None else 0,
         sample=sample,
         own_name=own_name,
@@ -261,6 +270,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
         for start in starts:
             extra_inputs(cfg, request, start)
         prompt_of_loop(request.prompt.text, cfg.loop - 1)  # raises for malformed prompts
+        _check_even(cfg, request)
         if cfg.loop > 1 and cfg.condition_frame_length >= frames:
             raise ValueError(
                 f"got loop {cfg.loop} with condition_frame_length {cfg.condition_frame_length}; "
@@ -278,6 +288,20 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
             _check_condition(cfg.cond_type, request.prompt)
             continue
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
+
+
+def _check_even(cfg: InferenceConfig, request: Request) -> None:
+    """Raise ValueError for a size that the video's file cannot have."""
+    is_h264 = cfg.format == "mp4" and (request.num_frames > 1 or cfg.loop > 1)
+    # Some of Open-Sora's named sizes are odd, and lose a line there as well.
+    is_named = any(request.size in sizes.values() for sizes in SIZES.values())
+    if is_h264 and not is_named and any(side % 2 for side in request.size):
+        even = "x".join(str(side // 2 * 2) for side in request.size)
+        raise ValueError(
+            f"got frames of {request.size[0]}x{request.size[1]} pixels for "
+            f"{request.prompt.text!r}; expected even sides, the only ones of H.264 in mp4; take "
+            f"{even}, or format='gif'"
+        )
 
 
 def latent_frames(cfg: InferenceConfig, request: Request) -> int:

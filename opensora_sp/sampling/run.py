@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,17 +27,15 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import merged, warn_of_other_base
 from opensora_sp.checkpoint.pretrained import fill
-from opensora_sp.common.console import LOGGER, RANK_LOCAL
+from opensora_sp.common.console import LOGGER
 from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import (
     InferenceConfig,
-    TrainConfig,
     build_component,
     check_launch,
     unused_settings,
 )
-from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks
@@ -51,8 +49,14 @@ from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
-from .decoding import writer_of
-from .outputs import Output, differences, facts_of, fingerprint, media_path, with_digests
+from .outputs import (
+    differences,
+    facts_of,
+    fingerprint,
+    media_path,
+    with_digests,
+    write_batch,
+)
 from .pipeline import Pipeline
 from .process_groups import (
     choose_groups,
@@ -64,7 +68,11 @@ from .process_groups import (
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 
+if TYPE_CHECKING:
+    from opensora_sp.config import TrainConfig
+
 logger = logging.getLogger(__name__)
+REPORT_EVERY = 10.0  # seconds between lines of progress where there is no bar
 
 
 def sample(cfg: InferenceConfig) -> list[Path]:
@@ -77,6 +85,7 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         ValueError: before the model is built, if prompts, references, checkpoint and processes do
             not fit the config.
     """
+    # Before a process group exists: a rank that fails keeps no other one waiting.
     with raise_on_all_ranks():
         cfg = cfg.model_copy(update={"lora": resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)})
         requests, weights = preflight(cfg)
@@ -220,6 +229,9 @@ def load_model(
         ema: of a file that holds both, load the EMA weights.
         adapters: checked ones, which are merged into the weights.
     """
+    # Once all is checked: verification needs the planner, whose import would delay errors.
+    from opensora_sp.device_verification import choose_attention, choose_kernels
+
     # Nothing is initialised: the checkpoint has all weights.
     with torch.device("meta"):
         model = cfg.model_spec.build()
@@ -244,7 +256,6 @@ def load_model(
 def _sample_all(
     cfg: InferenceConfig, requests: list[Request], weights: Path, device: torch.device
 ) -> list[Path]:
-    from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     folder = Path(cfg.outputs)
@@ -272,24 +283,36 @@ def _sample_all(
     pipeline = build_pipeline(cfg, weights, mesh, device, placed=placed)
 
     folder.mkdir(parents=True, exist_ok=True)
-    # With None the bar is shown in terminals only, so that log files have no carriage returns.
-    bar = tqdm(
-        total=len(batches) * cfg.loop * pipeline.flow.num_sampling_steps,
-        desc="sample",
-        unit="step",
-        disable=None if mesh.rank == 0 else True,
-        dynamic_ncols=True,
-    )
-
-    def advance(*_: Any) -> None:
-        bar.update()
-
+    progress = _Progress(len(batches) * cfg.loop * pipeline.flow.num_sampling_steps, mesh.rank)
     written = []
-    with logging_redirect_tqdm([LOGGER]), bar:
+    with logging_redirect_tqdm([LOGGER]), progress.bar:
         for batch in batches:
-            parts = pipeline.looped(batch, on_step=advance)
+            parts = pipeline.looped(batch, on_step=progress.advance)
             written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
+
+
+class _Progress:
+    """Rank 0's sampling steps: a bar on a terminal, else a line of the log at times."""
+
+    def __init__(self, total: int, rank: int) -> None:
+        from tqdm import tqdm
+
+        # With None the bar is shown in terminals only, so that log files have no carriage returns.
+        options: dict[str, Any] = dict(disable=None if rank == 0 else True, dynamic_ncols=True)
+        self.bar = tqdm(total=total, desc="sample", unit="step", **options)
+        self.total, self.done = total, 0
+        self.start = self.reported = time.monotonic()
+
+    def advance(self, *_: Any) -> None:
+        """Report one more step."""
+        self.bar.update()
+        self.done += 1
+        now = time.monotonic()
+        if self.bar.disable and now >= self.reported + REPORT_EVERY:
+            self.reported = now
+            left = (now - self.start) / self.done * (self.total - self.done)
+            logger.info("sampling step %d of %d, %.0f s left", self.done, self.total, left)
 
 
 def _remaining_requests(
@@ -335,67 +358,3 @@ def _exists(cfg: InferenceConfig, folder: Path, request: Request, digest: str) -
             "; ".join(differing),
         )
     return differing == []
-
-
-def write_batch(
-    pipeline: Pipeline,
-    batch: list[Request],
-    parts: list[torch.Tensor],
-    mesh: SequenceMesh,
-    folder: Path,
-    digest: str | None,
-    errors: list[str] | None = None,
-) -> list[Path]:
-    """Decode and write the latents of a batch; returns the files of this rank. Collective.
-
-    Args:
-        parts: the result of ``Pipeline.looped``.
-        digest: SHA-256 of the weights; None while they are being trained.
-        errors: takes the errors of videos that cannot be written, which end nothing else; None
-            raises the first error.
-    """
-    outputs = _BatchOutputs(errors)
-    try:
-        for index, request in enumerate(batch):
-            if writer_of(index, mesh) == mesh.sp_rank:
-                facts = facts_of(pipeline.cfg, request, digest)
-                with outputs.writing(index):
-                    outputs[index] = Output(folder, request, facts, pipeline.num_frames(request))
-
-        for index, frames in pipeline.frames(batch, parts, mesh):
-            # The frames of others are decoded too: ranks do that together.
-            if index in outputs:
-                with outputs.writing(index):
-                    outputs[index].add(frames)
-
-        written = []
-        for index in list(outputs):
-            with outputs.writing(index):
-                written.append(outputs[index].finish())
-    except BaseException:
-        for output in outputs.values():
-            output.abort()
-        raise
-
-    for path in written:
-        logger.info("rank %d wrote %s", mesh.rank, path, extra=RANK_LOCAL)
-    return written
-
-
-class _BatchOutputs(dict[int, Output]):
-    """This rank's files of a batch, by the video's index. See ``write_batch`` for ``errors``."""
-
-    def __init__(self, errors: list[str] | None) -> None:
-        self.errors = errors
-
-    @contextmanager
-    def writing(self, index: int) -> Iterator[None]:
-        """Inside, one video is written; where errors are collected, one drops only this video."""
-        try:
-            yield
-        except Exception as error:
-            if self.errors is None:
-                raise
-            self.errors.append(f"{type(error).__name__}: {error}")
-            if index in self:
-                self.pop(index).abort()

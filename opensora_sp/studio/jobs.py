@@ -16,9 +16,9 @@ from opensora_sp.config import load_inference_config
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.sampling.requests import file_name, requests_of
 from opensora_sp.sampling.run import preflight, resolved_sources
-from opensora_sp.sampling.session import Work
 
 from .folders import SAMPLING, Folders
+from .session import Work
 
 
 @dataclass(eq=False)
@@ -74,6 +74,7 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
         raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
     given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
     given |= dict(prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None)
+    # The page shows one video, whatever the run's config has.
     given |= dict(num_samples=1, outputs=str(outputs), format="mp4", sp_size=nproc)
     cfg = load_inference_config(folders.checked(config, executed=True), values=given)
 

@@ -1,4 +1,5 @@
-"""Choices by the memory of devices when a run starts: batch sizes, and what backward keeps.
+"""Choices by the memory of devices when a run starts: batch sizes, what backward keeps, and the
+ranks that share a micro-batch.
 
 ``bucket_config`` may leave out batch sizes (None). They are chosen once, and a checkpoint has the
 whole config with them. A run that resumes takes them from there, so its micro-batches are the same
@@ -25,23 +26,32 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.common.files import read_json
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import BatchPlan, BucketPlan, CachedFeatures
+from opensora_sp.data import (
+    BatchPlan,
+    BucketPlan,
+    CachedFeatures,
+    ReplicaBatches,
+    ScheduledBatches,
+)
 from opensora_sp.data.buckets import Buckets, batch_sizes_of
+from opensora_sp.data.sampler import RankBatches
 from opensora_sp.features.build import (
+    GroupSeconds,
     TrainingSet,
+    Work,
     largest_batch,
     make_plan,
     micro_batches_of_step,
     with_length,
 )
 from opensora_sp.features.cached import check_clips
+from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.kernels import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.planner.batches import batches_by_name, with_batch_sizes_in
-from opensora_sp.planner.bucket_levels import BucketLevels, levels_for, plan_bucket
-from opensora_sp.planner.fit import Fit, fit
+from opensora_sp.planner.bucket_levels import BucketLevels, least_ranks, levels_for, plan_bucket
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.host_checks import check_shared_memory
@@ -114,17 +124,7 @@ def with_chosen_batch_sizes(
     chosen: list[dict[str, int]] = [{}]
     with on_rank_0("choosing batch sizes") as is_rank_0:
         if is_rank_0:
-            fitted = fit(
-                cfg,
-                mesh.world_size,
-                memory,
-                names=names,
-                gpus_per_node=mesh.ranks_per_node,
-                device=device.type,
-                cost_model=cost_model_of(cfg.cost_model),
-            )
-            _log_sizes(fitted)
-            chosen = [fitted.sizes]
+            chosen = [_fitted_sizes(cfg, mesh, memory, device, names)]
     dist.broadcast_object_list(chosen, src=0)
 
     cfg = with_batch_sizes_in(cfg, chosen[0])
@@ -138,7 +138,22 @@ def _left_out(cfg: TrainConfig) -> list[str]:
     return [] if config is None else Buckets.of(config).without_batch_size
 
 
-def _log_sizes(fitted: Fit) -> None:
+def _fitted_sizes(
+    cfg: TrainConfig, mesh: SequenceMesh, memory: float, device: torch.device, names: list[str]
+) -> dict[str, int]:
+    """Batch sizes of these buckets that fit into ``memory`` bytes, logged with their reasons."""
+    # Runs whose config has all batch sizes start without it.
+    from opensora_sp.planner.fit import fit
+
+    fitted = fit(
+        cfg,
+        mesh.world_size,
+        memory,
+        names=names,
+        gpus_per_node=mesh.ranks_per_node,
+        device=device.type,
+        cost_model=cost_model_of(cfg.cost_model),
+    )
     logger.info(
         "batch sizes chosen for %.1f GB, the smallest memory of a device without the encoders, and "
         "micro-batches of about %.3g s; checkpoints keep them:",
@@ -148,6 +163,7 @@ def _log_sizes(fitted: Fit) -> None:
     for bucket in fitted.batches:
         clips = f"{bucket.name:>14} {bucket.batch.batch_size:6d} clips, {bucket.seconds:.3g} s"
         logger.info("%s, decided by %s", clips, bucket.decided_by)
+    return fitted.sizes
 
 
 def _check_sizes(cfg: TrainConfig, dataset: TrainingSet) -> None:
@@ -312,3 +328,86 @@ def _smallest(memory: float, device: torch.device) -> float:
     least = torch.tensor(memory, dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return float(least)
+
+
+# The ranks that share micro-batches
+
+
+def make_rank_batches(
+    cfg: TrainConfig,
+    plan: BatchPlan,
+    encoder: ShardedEncoder,
+    work: Work,
+    *,
+    start: int,
+    reserved: int,
+) -> RankBatches:
+    """The sampler of this rank, from step ``start`` on. Collective.
+
+    Args:
+        encoder: of the run; its mesh has the groups.
+        work: by which times are predicted.
+        reserved: bytes of the device that encoders take.
+    """
+    mesh, span = encoder.mesh, dict[str, Any](start=start, stop=cfg.max_steps)
+    if not cfg.schedules_groups:
+        return ReplicaBatches(
+            plan,
+            **span,
+            replica=mesh.dp_rank,
+            num_replicas=mesh.dp_size,
+            request_of=encoder.request,
+        )
+
+    options: dict[str, Any] = dict(ranks_per_node=mesh.ranks_per_node)
+    # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
+    if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
+        run = estimator_of(cfg, mesh, encoder.device, reserved, work.options)
+        options["least_ranks"] = _least_ranks(cfg, mesh, run, buckets_with_clips(plan))
+    return ScheduledBatches(
+        plan,
+        **span,
+        rank=mesh.rank,
+        family=mesh.family,
+        seconds=GroupSeconds(cfg, work, **options),
+        request_of=encoder.request,
+    )
+
+
+def _least_ranks(
+    cfg: TrainConfig, mesh: SequenceMesh, run: RunEstimator, buckets: Container[str] | None = None
+) -> dict[str, int]:
+    """By bucket, the fewest ranks whose memory its batches fit into.
+
+    Args:
+        buckets: names of the buckets with clips; None for all.
+
+    Raises:
+        ValueError: on all ranks, if the batches of a bucket fit on no group that they may run on.
+    """
+    least: dict[str, int] = {}
+    lacking: list[str] = []
+    for name, batch in batches_by_name(cfg).items():
+        if buckets is not None and name not in buckets:
+            continue
+        sizes = degrees_of_bucket(cfg, mesh, name)
+        ranks = least_ranks(run, batch, sizes)
+        if ranks is None:
+            plural = "s" * (max(sizes) > 1)
+            lacking.append(f"{name} ({batch.batch_size} clips on {max(sizes)} rank{plural})")
+        else:
+            least[name if cfg.bucket_config is not None else ""] = ranks
+
+    # All buckets at once, so that one start shows everything to change.
+    if lacking:
+        raise ValueError(
+            f"got {run.memory / 1e9:.2f} GB of a device, into which no batch of these fits: "
+            f"{', '.join(lacking)}; expected batches that fit on a group of ranks; lower their "
+            "batch sizes or raise their degrees in sp_size (opensora-sp plan CONFIG --fit "
+            f"{run.memory / 1e9:.0f}GB chooses both), set grad_checkpoint='auto', or start more "
+            "processes"
+        )
+    several = [f"{name or 'a step'}: {ranks}" for name, ranks in least.items() if ranks > 1]
+    if several:
+        logger.info("fewest ranks that batches fit on: %s", ", ".join(several))
+    return least

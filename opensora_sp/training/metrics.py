@@ -11,8 +11,7 @@ import logging
 import math
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -23,14 +22,14 @@ import numpy as np
 from opensora_sp.checkpoint import FileSystem
 from opensora_sp.checkpoint.paths import LOG
 from opensora_sp.common.console import LOGGER, add_log_handler
-from opensora_sp.common.files import parse_json, read_json
+from opensora_sp.common.files import parse_json, read_json, read_small_file
 from opensora_sp.config import TrainConfig
 
-from .trackers import Level, TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
+from .trackers import TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
 
 logger = logging.getLogger(__name__)
 RANKS = "ranks.jsonl"  # in a run's folder: what differs between ranks, by rank
-ALERT_TIMEOUT = 5.0  # seconds for the trackers to take the alert of a failure
+MAX_LOG_BYTES = 512 << 20  # of metrics.jsonl and its like
 # Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1
 
@@ -87,10 +86,6 @@ class Reporter:
             entry = {"step": start, "stop": self.stop, "began": began, **session}
             append_line(run_dir / "sessions.jsonl", entry)
 
-        self._skipped: float = 0
-        with self.outputs.of("metrics.jsonl"):
-            lines = read_metrics(run_dir)
-            self._skipped = lines[-1].get("skipped_steps", 0) if lines else 0
         self._closing = ExitStack()
         self._trackers: dict[str, Tracker] = {}
         self._open_trackers(cfg, start, session)
@@ -105,7 +100,7 @@ class Reporter:
         openers: dict[str, Callable[[], Tracker]] = {}
         if wants_tensorboard(cfg):
             openers["TensorBoard"] = lambda: TensorBoardTracker(
-                self.run_dir, hyperparameters, start=start, limits=cfg.limits
+                self.run_dir, hyperparameters, start=start
             )
         elif cfg.tensorboard:
             LOGGER.info(
@@ -149,10 +144,7 @@ class Reporter:
             with self.outputs.of(RANKS):
                 append_line(self.run_dir / RANKS, {"step": step, **by_rank})
         self._draw(step, values)
-        self._report_skipped(step, values)
         LOGGER.info("%s", log_line(step, self.stop, values, peak_tflops))
-        if any(name.startswith("share/") for name in values):
-            LOGGER.info("step %d/%d | %s", step, self.stop, describe_shares(values))
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
         """Add the numbers to the curves of the trackers."""
@@ -163,49 +155,6 @@ class Reporter:
         for name, tracker in self._trackers.items():
             with self.outputs.of(name):
                 do(tracker)
-
-    def _alert(self, title: str, text: str, level: Level) -> None:
-        text = f"{self.run_dir}: {text}"
-        self._on_trackers(lambda tracker: tracker.alert(title, text, level))
-
-    def _report_skipped(self, step: int, values: dict[str, float | None]) -> None:
-        """Alert where steps were skipped since the line before."""
-        skipped = values.get("skipped_steps") or 0
-        if skipped > self._skipped:
-            count = f"{skipped - self._skipped:g} of the steps up to {step} were skipped"
-            self._alert("NaN", f"{count}: the loss or a gradient is not finite", "WARN")
-        self._skipped = skipped
-
-    def end(self, step: int, stop_reason: str | None) -> None:
-        """Report the end of a run, finished or asked to stop, and close all outputs."""
-        if not self.enabled:
-            return
-        if stop_reason is None:
-            loss = self.last.get("loss")
-            last = "no finite loss" if loss is None else f"last loss {loss:.4f}"
-            self._alert("finished", f"{step} of {self.stop} steps, {last}", "INFO")
-        else:
-            text = f"after step {step} of {self.stop}, with a checkpoint ({stop_reason})"
-            self._alert("stopped", text, "WARN")
-        self.close()
-
-    @contextmanager
-    def reporting_failure(self) -> Iterator[None]:
-        """Inside, an error is reported by the trackers as well, and raised."""
-        try:
-            yield
-        except BaseException as error:
-            if self.enabled:
-                # Nothing here may delay the other ranks, which learn of the error after it. So W&B
-                # is not closed either: it closes itself at exit.
-                text = f"{type(error).__name__}: {error}"
-                # A tracker may wait for a server that does not answer.
-                alert = threading.Thread(
-                    target=self._alert, args=("failed", text, "ERROR"), daemon=True
-                )
-                alert.start()
-                alert.join(ALERT_TIMEOUT)
-            raise
 
     def close(self) -> None:
         """Close all outputs, and draw ``loss.png``."""
@@ -272,6 +221,10 @@ def drop_after(step: float, path: Path) -> None:
 
 def log_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | None) -> str:
     """The numbers of an interval on one line, without those that were not measured."""
+    waiting = f"data {values['data_wait']:.1%}"
+    # A single process waits for no other.
+    if "communication" in values:
+        waiting += f", communication {values['communication']:.1%}"
     parts = [
         f"step {step}/{stop}",
         "no loss" if values["loss"] is None else f"loss {values['loss']:.4f}",
@@ -280,23 +233,12 @@ def log_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | 
         f"{values['step_time']:.3g} s/step",
         f"{values['tokens_per_s']:.4g} tokens/s",
         f"{values['peak_memory_gb']:.2f} GB",
-        f"waiting: data {values['data_wait']:.1%}, communication {values['communication']:.1%}",
+        f"waiting: {waiting}",
         f"ETA {format_time(values['eta'])}",
     ]
     if "mfu" in values:
         parts.insert(6, f"MFU {values['mfu']:.1%} of {peak_tflops:g} TFLOP/s")
     return " | ".join(parts)
-
-
-def describe_shares(numbers: Mapping[str, float | None]) -> str:
-    """The numbers of ``BucketShares.take`` on one line, the largest shares first."""
-    parts = []
-    for name, share in numbers.items():
-        kind, _, bucket = name.partition("/")
-        if kind == "share":
-            degree, idle = numbers[f"degree/{bucket}"], numbers[f"idle/{bucket}"]
-            parts.append(f"{bucket}: {share:.1%} on {degree:.2g} ranks, idle {idle:.1%}")
-    return "buckets by predicted time: " + "; ".join(parts)
 
 
 def format_time(seconds: float) -> str:
@@ -310,19 +252,25 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; none without the file.
+    """The lines of a JSONL file that have a step; none without the file.
 
-    Lines that are not whole are skipped: the last one while it is being written, and where the
-    process was killed meanwhile.
+    Damaged lines are skipped: the last one while it is being written, and where the process was
+    killed meanwhile or the disk has changed bytes.
+
+    Raises:
+        ValueError: if the file is larger than ``MAX_LOG_BYTES``.
     """
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    whole = []
-    for line in lines:
-        # A process may be killed while it writes a line.
+    if not path.is_file():
+        return []
+    content = read_small_file(path, MAX_LOG_BYTES, "the numbers of a run")
+    whole = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = []
+    for text in whole:
         with suppress(ValueError):
-            if line.endswith("\n"):
-                whole.append(parse_json(line, f"a line of {path}"))
-    return whole
+            line = parse_json(text, f"a line of {path}")
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+    return lines
 
 
 def running_mean(losses: np.ndarray) -> np.ndarray:
@@ -332,17 +280,25 @@ def running_mean(losses: np.ndarray) -> np.ndarray:
 
 
 def draw_loss(run_dir: Path) -> None:
-    """Draw ``loss.png`` from the run's metrics."""
+    """Draw ``loss.png``: the training loss, and the held-out loss of each validation."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-    plot_loss(figure.subplots(), read_metrics(run_dir), color="tab:blue", label=run_dir.name)
+    axes = figure.subplots()
+    plot_loss(axes, read_metrics(run_dir), color="tab:blue", label=run_dir.name)
+    validations = read_lines(run_dir / "validation.jsonl")
+    if validations:
+        steps, losses = ([line[key] for line in validations] for key in ("step", "loss"))
+        axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="held-out")
+        axes.legend()
     figure.savefig(run_dir / "loss.png")
 
 
 def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str) -> None:
     """Draw the loss as logged (a faint curve) and its running mean (a strong one)."""
-    logged = [line for line in lines if line["loss"] is not None]
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    logged = [line for line in lines if line.get("loss") is not None]
     if not logged:
         return
     steps, losses = (np.array([line[key] for line in logged]) for key in ("step", "loss"))
@@ -350,8 +306,13 @@ def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str)
     axes.plot(steps, losses, color=color, linewidth=0.8, alpha=0.3)
     axes.plot(steps[-len(mean) :], mean, color=color, label=label)
 
-    axes.set(xlabel="optimizer step", ylabel="training loss", yscale="log")
-    axes.grid(which="both", alpha=0.3)
+    axes.set(xlabel="optimizer step", ylabel="loss", yscale="log")
+    # Plain numbers: by default, labels of less than a decade are like 1.16 x 10^0.
+    is_wide = losses.max() > 10 * losses.min()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if is_wide else MaxNLocator(6))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
     axes.legend()
 
 

@@ -15,6 +15,7 @@ from opensora_sp.common.files import check_writable, read_json
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import BatchPlan, CachedFeatures
 from opensora_sp.encoders import check_packages
+from opensora_sp.evaluation.heldout import heldout_clips
 from opensora_sp.features.build import (
     TrainingSet,
     largest_batch,
@@ -28,12 +29,11 @@ from opensora_sp.features.cached import check_cache, check_clips
 from opensora_sp.features.same_clips import OF_CLIPS, by_name, changes
 from opensora_sp.runtime.host_checks import check_shared_memory
 
+from .checkpointing import find_checkpoint
 from .memory_fit import provisional, recorded
 from .profiling import Steps
-from .resuming import find_checkpoint
 from .trackers import check_trackers
 from .trainable import check_optimizer, check_same_state, check_trained, initial_weights
-from .validation import heldout_clips, preflight_validation
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,11 @@ def preflight(
         check_clips(cfg, dataset, plan)
     else:
         check_packages(cfg.text_encoder)
-    preflight_validation(cfg)
+    if cfg.validation is not None:
+        # Sampling's modules would lengthen the start of runs without validation.
+        from .validation import preflight_validation
+
+        preflight_validation(cfg)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)
     check_trackers(cfg)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import on_rank_0
@@ -25,14 +26,18 @@ from opensora_sp.runtime.run_store import RunStore
 from opensora_sp.runtime.timeouts import backend_timeout
 from opensora_sp.runtime.watchdog import Watchdog
 
-from .determinism import use_deterministic_kernels
+from .checkpointing import choose_checkpoint
 from .metrics import log_to
 from .preflight import check_resume, compared_clips, nothing_left, preflight
 from .profiling import Steps
-from .resuming import choose_checkpoint
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+# Environment variables and their allowed values. cuBLAS gets fixed workspaces, one per stream. With
+# rings of NCCL the order follows from the ranks; trees have no reduce-scatter, and NVLS adds in the
+# network switch.
+SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
 
 
 def train(
@@ -82,7 +87,7 @@ def train(
         run.enter_context(closing_process_group())
         watch = run.enter_context(_watchdog(cfg, store))
         launch(cfg.seed, store, timeout=backend_timeout(cfg.collective_timeout))
-        run.enter_context(_locked(run_dir))
+        run.enter_context(_locked(run_dir, cfg.collective_timeout / 2))
         _open_run_dir(cfg, run_dir)
         agree_on_clips(compared_clips(cfg, dataset))
         checked, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
@@ -112,12 +117,16 @@ def train(
 
 
 @contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder, by rank 0; its error is raised on every rank. Collective."""
+def _locked(run_dir: Path, patience: float) -> Iterator[None]:
+    """Hold the run's folder, by rank 0; its error is raised on every rank. Collective.
+
+    Args:
+        patience: seconds that rank 0 waits at most while another run holds it.
+    """
     with ExitStack() as locks:
         with on_rank_0("locking the run's folder") as is_rank_0:
             if is_rank_0:
-                locks.enter_context(RunLock(run_dir))
+                locks.enter_context(RunLock(run_dir, patience))
         yield
 
 
@@ -137,3 +146,41 @@ def _open_run_dir(cfg: TrainConfig, run_dir: Path) -> None:
     log_to(run_dir, enabled=is_main)
     if is_main:
         (run_dir / "config.py").write_text(dump_config(cfg), encoding="utf-8")
+
+
+def use_deterministic_kernels() -> None:
+    """Select deterministic kernels for the whole process, before CUDA is used.
+
+    On CUDA, the same step then gives the same bits again; on a CPU this has no effect.
+    Kernels that add with atomics add in the order in which their blocks end, which varies.
+
+    Attention (FlashAttention-2's dq, memory-efficient attention's split keys), ``index_add`` and
+    convolutions use their deterministic variants. An operator that has none raises torch's own
+    RuntimeError when it is called. cuBLAS gets a workspace per stream and NCCL a fixed algorithm,
+    through the environment.
+
+    Raises:
+        ValueError: if the environment selects something else, or CUDA was used before.
+    """
+    for name, allowed in SETTINGS.items():
+        setting = os.environ.get(name, allowed[0])
+        if setting.lower() not in [option.lower() for option in allowed]:
+            raise ValueError(
+                f"got {name}={setting} in the environment with deterministic=True; expected one of "
+                f"{allowed}, whose sums have a fixed order; unset it, or leave deterministic out"
+            )
+
+    if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        raise ValueError(
+            "got deterministic=True after CUDA was used; expected it before, since cuBLAS reads "
+            "its setting once; set CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
+        )
+
+    for name, allowed in SETTINGS.items():
+        os.environ.setdefault(name, allowed[0])
+    torch.use_deterministic_algorithms(True)
+
+    # Filling new memory with NaN detects reads of it. It costs a write each and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    logger.info("deterministic kernels only: sums have a fixed order")

@@ -16,16 +16,10 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.extra_inputs import extra_shapes
 from opensora_sp.models.lora import add_lora, targets_of_any_block
-from opensora_sp.parallel import (
-    Options,
-    SequenceMesh,
-    Verdict,
-    parallelize,
-    shutdown_process_group,
-    verify_step,
-)
+from opensora_sp.parallel import Options, SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100
+from opensora_sp.parallel.debug.parity import Verdict, verify_step
 from opensora_sp.parallel.strategies import Strategy, strategy_for
 from opensora_sp.runtime.cost_model_file import cost_model_of
 

@@ -1,10 +1,4 @@
-"""One optimizer step of a training run, and its result, which the host reads one step late.
-
-A step's loss, and whether its update was taken, are numbers on the device. A host that waited for
-them could not queue the next step meanwhile, and the device would idle. So they are copied
-asynchronously, and read when the next step is queued. A checkpoint or a line of the log needs exact
-numbers, so the last step is settled before.
-"""
+"""One optimizer step of a training run. The host reads its result one step late (``step_log``)."""
 
 from __future__ import annotations
 
@@ -17,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from opensora_sp.common.tensors import ToHost
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.schedule import learning_rate
+from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data.loader import LoadedBatch, StepBatches
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.features.batch import Batch, BatchMaker, DrawConfig
@@ -29,7 +22,7 @@ from opensora_sp.runtime.watchdog import Watchdog
 
 from .checkpointing import TrainingState
 from .memory_fit import ActivationBudget
-from .meter import Meter
+from .step_log import Meter, PendingResult
 from .sync_check import SyncCheck
 
 
@@ -130,61 +123,3 @@ class TrainingStep:
             taken = self.optimizer.step_if_finite(total)
         self.tensors.ema.update(step, taken)
         return PendingResult(step + 1, loss=total, taken=taken, stop=stop)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step, equal on all ranks."""
-
-    step: int  # counted from 1
-    loss: float  # mean over the step's samples
-    taken: bool  # False: loss or gradient were not finite, and no weight has changed
-    stop: bool  # some rank was asked to stop
-
-
-class PendingResult:
-    """The result of a step that may still be computed.
-
-    Args:
-        step: counted from 1.
-        loss: mean over the step's samples, a scalar.
-        taken: whether the weights were updated, a bool scalar.
-        stop: a scalar, above 0 where some rank was asked to stop.
-    """
-
-    def __init__(self, step: int, *, loss: Tensor, taken: Tensor, stop: Tensor) -> None:
-        self.step = step
-        self._numbers = ToHost(torch.stack([loss, taken.to(loss), stop]))
-
-    def read(self) -> StepResult:
-        """Wait until the step is computed."""
-        loss, taken, stop = self._numbers.tolist()
-        return StepResult(self.step, loss, taken=taken > 0, stop=stop > 0)
-
-
-class DelayedResults:
-    """Reads the result of a step when the next one is queued, or when it is needed.
-
-    Args:
-        observe: called with the result of each step, in their order.
-
-    Attributes:
-        asked_to_stop: whether some rank was asked to stop, as far as results are read.
-    """
-
-    def __init__(self, observe: Callable[[StepResult], None]) -> None:
-        self.asked_to_stop = False
-        self._observe = observe
-        self._pending: PendingResult | None = None
-
-    def add(self, pending: PendingResult) -> None:
-        """Read the step before, while the device computes the one that is queued now."""
-        self.settle()
-        self._pending = pending
-
-    def settle(self) -> None:
-        """Wait for the newest step, unless it is read already."""
-        if self._pending is not None:
-            result, self._pending = self._pending.read(), None
-            self.asked_to_stop |= result.stop
-            self._observe(result)

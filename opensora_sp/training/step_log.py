@@ -1,35 +1,245 @@
-"""The log of a run: results of optimizer steps, and the numbers of each interval of the log."""
+"""Results of optimizer steps and metrics of the intervals between two lines of the log.
+
+A step's loss, and whether its update was taken, are numbers on the device. A host that waited for
+them could not queue the next step meanwhile, and the device would idle. So they are copied
+asynchronously, and read when the next step is queued. A checkpoint or a line of the log needs exact
+numbers, so the last step is settled before.
+
+Legend: B samples, L text tokens.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
+import resource
+import statistics
+import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from opensora_sp.common.tensors import ToHost, to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.schedule import learning_rate
-from opensora_sp.data import Assigned, MicroBatch, ScheduledBatches, StepLoader
-from opensora_sp.data.sampler import RankBatches, snake_order
-from opensora_sp.data.schedule import Seconds
+from opensora_sp.config.learning_rate import learning_rate
+from opensora_sp.data import MicroBatch, StepLoader
+from opensora_sp.features.batch import Batch
 from opensora_sp.features.build import Work
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.parallel import SequenceMesh
-from opensora_sp.parallel.rank_groups import RankGroup
+from opensora_sp.models.base import ConditionedModel
+from opensora_sp.parallel import CommTimer, SequenceMesh
+from opensora_sp.parallel.gpus import SHEETS, gpu_of
+from opensora_sp.planner.seconds import ModelFlops
 
 from .checkpointing import Checkpoints
-from .meter import Meter
 from .metrics import Reporter
-from .step import StepResult
 
 logger = logging.getLogger(__name__)
-# Seconds that torchrun gives its ranks after Ctrl-C or SIGTERM; a constant of torch.
-LAUNCHER_GRACE_TIME = 30.0
+
+
+class Peak(NamedTuple):
+    """Peak TFLOP/s of one device, None if it is not known, and where the number is from."""
+
+    tflops: float | None
+    source: str
+
+    @classmethod
+    def of(cls, device: torch.device, precision: str, configured: float | None) -> Peak:
+        """The config's ``peak_tflops`` if it has one, else the peak of a known GPU in 16 bits."""
+        if configured is not None:
+            return cls(configured, "peak_tflops of the config")
+        if device.type != "cuda":
+            return cls(None, "the peak of a CPU is not known; set peak_tflops")
+        return cls.of_gpu(torch.cuda.get_device_name(device), precision)
+
+    @classmethod
+    def of_gpu(cls, name: str, precision: str) -> Peak:
+        """Peak of a GPU by its name."""
+        if precision not in ("bf16", "fp16"):
+            known = "is known in bf16 and fp16"
+            return cls(None, f"the peak of {name} {known}, not in {precision}; set peak_tflops")
+        gpu = gpu_of(name)
+        if gpu is None:
+            return cls(None, f"the peak of {name} is not known; set peak_tflops")
+        return cls(SHEETS[gpu].tflops, f"dense {precision} of {name}")
+
+    def __str__(self) -> str:
+        if self.tflops is None:
+            return f"no MFU: {self.source}"
+        return f"MFU is a share of {self.tflops:g} TFLOP/s per device ({self.source})"
+
+
+class Meter:
+    """Measures what happens while ``timer`` is entered, between two calls of ``measure``.
+
+    Attributes:
+        by_rank: of the last call of ``measure``, numbers that differ between ranks, by rank.
+    """
+
+    def __init__(
+        self,
+        model: ConditionedModel,
+        device: torch.device,
+        *,
+        precision: str,
+        mesh: SequenceMesh,
+        peak_tflops: float | None,
+    ) -> None:
+        self.device, self.mesh = device, mesh
+        self.flops = ModelFlops.of(model)
+        self.null_caption = len(model.y_embedder.y_embedding)
+        self.peak = Peak.of(device, precision, peak_tflops)
+        self.timer = CommTimer(device)
+        self.by_rank: dict[str, list[float]] = {}
+        self._work = 0.0
+        # In ascending order.
+        self._step_times: list[float] = []
+
+    def count(self, batch: Batch) -> None:
+        """Add this rank's share of the FLOPs of a micro-batch of the current group, without waiting
+        for the device.
+        """
+        text = text_tokens(batch.text_lengths, batch.inputs["drop_caption"], self.null_caption)
+        self._work += self.flops.step(tuple(batch.x_t.shape), text) / self.mesh.sp_size
+
+    def measure(self, waited: float, *, steps: int, seconds: float, left: int) -> dict[str, float]:
+        """Metrics of all ranks over ``steps`` steps that took ``seconds``. One collective.
+
+        Args:
+            waited: seconds that this rank waited for data.
+            left: optimizer steps to the end of the run.
+
+        Returns:
+            "step_time" in seconds; "mfu" where the peak is known; as fractions of a step's time,
+            "data_wait" of the rank that waited longest (the others wait for it) and, of several
+            ranks, "communication", the mean; "peak_memory_gb" of the rank with the largest peak, in
+            1e9 bytes; "eta" in seconds, by the median step so far.
+        """
+        world_size = dist.get_world_size()
+        communicated = self.timer.take()
+        if world_size == 1:
+            # Collectives of a single process wait for nobody: their time is overhead of the calls.
+            communicated = 0.0
+        # Fractions of this rank's time: ranks may finish writing a checkpoint at different times.
+        shares = [waited / seconds, communicated / seconds]
+        numbers = [self._work, *shares, peak_memory(self.device)]
+        local = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
+        ranks = [torch.empty_like(local) for _ in range(world_size)]
+        dist.all_gather(ranks, local)
+        work, data_wait, communication, memory = torch.stack(ranks, dim=1).tolist()
+        self._work = 0.0
+        self.by_rank = {
+            "data_wait": data_wait,
+            "communication": communication,
+            "peak_memory_gb": [num_bytes / 1e9 for num_bytes in memory],
+        }
+
+        # A median, since a step with a compilation or a slow read says nothing of the rest.
+        insort(self._step_times, seconds / steps)
+        metrics = {
+            "step_time": seconds / steps,
+            "data_wait": max(data_wait),
+            "peak_memory_gb": max(memory) / 1e9,
+            "eta": left * self._step_times[len(self._step_times) // 2],
+        }
+        if world_size > 1:
+            metrics["communication"] = statistics.fmean(communication)
+        if self.peak.tflops is not None:
+            at_peak = self.peak.tflops * 1e12 * world_size * seconds
+            metrics["mfu"] = sum(work) / at_peak
+        return metrics
+
+
+def text_tokens(lengths: Sequence[int], drop: Tensor | None, null_caption: int) -> int:
+    """Text tokens of all samples together, as ``CaptionEmbedder.pack`` packs them.
+
+    Args:
+        lengths: tokens of each caption, B of them.
+        drop: bool ``[B]`` on the CPU, True for samples that get the null caption of
+            ``null_caption`` tokens instead.
+    """
+    # An empty caption is one token, since attention needs a key.
+    tokens = torch.tensor(lengths).clamp(min=1)
+    if drop is not None:
+        tokens = torch.where(drop, null_caption, tokens)
+    return int(tokens.sum())
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of torch's tensors on a GPU, else of this process on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
+
+
+# Results
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one optimizer step, equal on all ranks."""
+
+    step: int  # counted from 1
+    loss: float  # mean over the step's samples
+    taken: bool  # False: loss or gradient were not finite, and no weight has changed
+    stop: bool  # some rank was asked to stop
+
+
+class PendingResult:
+    """The result of a step that may still be computed.
+
+    Args:
+        step: counted from 1.
+        loss: mean over the step's samples, a scalar.
+        taken: whether the weights were updated, a bool scalar.
+        stop: a scalar, above 0 where some rank was asked to stop.
+    """
+
+    def __init__(self, step: int, *, loss: Tensor, taken: Tensor, stop: Tensor) -> None:
+        self.step = step
+        self._numbers = ToHost(torch.stack([loss, taken.to(loss), stop]))
+
+    def read(self) -> StepResult:
+        """Wait until the step is computed."""
+        loss, taken, stop = self._numbers.tolist()
+        return StepResult(self.step, loss, taken=taken > 0, stop=stop > 0)
+
+
+class DelayedResults:
+    """Reads the result of a step when the next one is queued, or when it is needed.
+
+    Args:
+        observe: called with the result of each step, in their order.
+
+    Attributes:
+        asked_to_stop: whether some rank was asked to stop, as far as results are read.
+    """
+
+    def __init__(self, observe: Callable[[StepResult], None]) -> None:
+        self.asked_to_stop = False
+        self._observe = observe
+        self._pending: PendingResult | None = None
+
+    def add(self, pending: PendingResult) -> None:
+        """Read the step before, while the device computes the one that is queued now."""
+        self.settle()
+        self._pending = pending
+
+    def settle(self) -> None:
+        """Wait for the newest step, unless it is read already."""
+        if self._pending is not None:
+            result, self._pending = self._pending.read(), None
+            self.asked_to_stop |= result.stop
+            self._observe(result)
+
+
+# The log
 
 
 @dataclass
@@ -55,7 +265,6 @@ class StepLog:
     meter: Meter
     work: Work
     loader: StepLoader
-    rank_batches: RankBatches
     corrupt: CorruptSamples
     optimizer: Any
     checkpoints: Checkpoints
@@ -63,8 +272,6 @@ class StepLog:
     skipped_in_a_row: int = 0
 
     def __post_init__(self) -> None:
-        self.bucket_shares = BucketShares(self.meter.mesh, self.rank_batches)
-        self._has_warned_of_grace_time = False
         self.begin_interval()
 
     def begin_interval(self) -> None:
@@ -75,12 +282,11 @@ class StepLog:
         """Leave out time that is not part of a step."""
         self._interval.start += seconds
 
-    def see(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+    def see(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Count the micro-batches of a step, of all replicas."""
         for micro_batch in micro_batches:
             tokens = self.work.tokens(micro_batch.shape)
             self._interval.tokens += len(micro_batch.ids) * tokens
-        self.bucket_shares.see(step, micro_batches)
 
     def count(self, result: StepResult) -> None:
         """Count a step; raises ValueError after ``max_bad_steps`` skipped steps in a row."""
@@ -107,10 +313,6 @@ class StepLog:
         """Log the numbers of the interval that ends here, and begin the next one. Collective."""
         numbers = self._measure(done)
         reporter.log(done, numbers, self.meter.peak.tflops, self.meter.by_rank)
-        advice = advice_for_long_steps(numbers["step_time"] or 0.0, self.cfg.grace_time)
-        if advice is not None and not self._has_warned_of_grace_time:
-            logger.warning("%s", advice)
-            self._has_warned_of_grace_time = True
         self.begin_interval()
 
     def _measure(self, done: int) -> dict[str, float | None]:
@@ -135,108 +337,4 @@ class StepLog:
             "replaced_clips": substituted,
             "skipped_steps": self.skipped,
             **measured,
-            **self.bucket_shares.take(),
         }
-
-
-def advice_for_long_steps(seconds_per_step: float, grace_time: float) -> str | None:
-    """How to stop a run whose steps take longer than the launcher waits; None for shorter steps.
-
-    A run ends with the step after the one in which it was asked to stop, at the latest.
-
-    Args:
-        grace_time: of the config; a rank that was signalled alone has so many seconds to end.
-    """
-    seconds = 2 * seconds_per_step
-    if seconds < LAUNCHER_GRACE_TIME or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    is_too_short = seconds >= grace_time
-    raising = f", and raise grace_time (now {grace_time:g} s)" if is_too_short else ""
-    return (
-        f"two steps take {seconds:.0f} s, and torchrun kills ranks {LAUNCHER_GRACE_TIME:.0f} s "
-        "after Ctrl-C or SIGTERM, without a checkpoint of these steps; "
-        "to stop with one, send SIGINT to this rank alone: "
-        f"kill -INT {os.getpid()}{raising}"
-    )
-
-
-class BucketShares:
-    """Predicted times that steps spend on each bucket, equal on all ranks.
-
-    All ranks know which of them computes what, so nothing is communicated.
-    """
-
-    def __init__(self, mesh: SequenceMesh, rank_batches: RankBatches) -> None:
-        self.mesh, self.rank_batches = mesh, rank_batches
-        self._reset()
-
-    def _reset(self) -> None:
-        self._total = 0.0
-        self._busy: defaultdict[str, float] = defaultdict(float)
-        self._idle: defaultdict[str, float] = defaultdict(float)
-        self._ranks: Counter[str] = Counter()
-        self._micro_batches: Counter[str] = Counter()
-
-    def see(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Count the micro-batches of a step, if they are of buckets or scheduled on groups."""
-        if isinstance(self.rank_batches, ScheduledBatches):
-            assigned = self.rank_batches.assigned(step)
-            self._count(assigned, self.rank_batches.seconds)
-        elif micro_batches[0].bucket:
-            for assigned in rounds_of(micro_batches, self.mesh.family):
-                self._count(assigned, lambda micro_batch, group: micro_batch.cost)
-
-    def _count(self, assigned: Sequence[Assigned], seconds: Seconds) -> None:
-        """Add micro-batches after which all ranks wait for the slowest one.
-
-        A rank that is done earlier waits after its last micro-batch, and that one's bucket counts
-        the time.
-        """
-        busy = np.zeros(self.mesh.world_size)
-        last = [""] * self.mesh.world_size
-        for micro_batch, group in assigned:
-            bucket, taken = name_of(micro_batch), seconds(micro_batch, group)
-            busy[group.start : group.stop] += taken
-            last[group.start : group.stop] = [bucket] * group.size
-            self._busy[bucket] += taken * group.size
-            self._ranks[bucket] += group.size
-            self._micro_batches[bucket] += 1
-
-        for bucket, idle in zip(last, busy.max() - busy, strict=True):
-            self._idle[bucket] += idle
-        self._total += self.mesh.world_size * busy.max()
-
-    def take(self) -> dict[str, float]:
-        """The numbers since the last call, for each bucket, by their names in ``metrics.jsonl``.
-
-        "share" is a bucket's part of the time in which ranks compute, "degree" the mean number of
-        ranks of a micro-batch, and "idle" the part of all time that ranks wait after one.
-        """
-        computed = sum(self._busy.values())
-        numbers: dict[str, float] = {}
-        for bucket, busy in sorted(self._busy.items(), key=lambda entry: -entry[1]):
-            numbers[f"share/{bucket}"] = busy / computed
-            numbers[f"degree/{bucket}"] = self._ranks[bucket] / self._micro_batches[bucket]
-            numbers[f"idle/{bucket}"] = self._idle[bucket] / self._total
-        self._reset()
-        return numbers
-
-
-def name_of(micro_batch: MicroBatch) -> str:
-    """The bucket of a micro-batch; without buckets its frames and size."""
-    frames, height, width = micro_batch.shape
-    return micro_batch.bucket or f"{frames} x {height}x{width}"
-
-
-def rounds_of(
-    micro_batches: Sequence[MicroBatch], replicas: Sequence[RankGroup]
-) -> list[list[Assigned]]:
-    """The rounds of a step on replicas of a fixed degree, which wait for each other in each."""
-    costs = [micro_batch.cost for micro_batch in micro_batches]
-    indices = snake_order(costs, len(replicas))
-    rounds: list[list[Assigned]] = [[] for _ in indices[0]]
-    for group, indices_of_group in zip(replicas, indices, strict=True):
-        for number, index in enumerate(indices_of_group):
-            if index is not None:
-                rounds[number].append(Assigned(micro_batches[index], group))
-    return rounds

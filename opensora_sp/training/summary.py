@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
-from opensora_sp.config import TrainConfig, dump_config, unused_settings
-from opensora_sp.config.schedule import describe_schedule
+from opensora_sp.config import InferenceConfig, TrainConfig, dump_config, unused_settings
+from opensora_sp.config.common import Common
+from opensora_sp.config.learning_rate import describe_schedule
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import BatchPlan, Manifest
 from opensora_sp.encoders import planned_latent_size
@@ -31,9 +32,8 @@ from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 
 from .checkpointing import TrainingState
-from .meter import Peak
 from .metrics import format_time, read_lines
-from .validation import sampling_config
+from .step_log import Peak
 
 logger = logging.getLogger(__name__)
 # In a run's folder: a config to sample from it.
@@ -164,20 +164,32 @@ def write_sampling_config(cfg: TrainConfig, run_dir: Path, clips: Manifest) -> N
     (run_dir / SAMPLING).write_text(dump_config(sampling), encoding="utf-8")
 
 
+def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig:
+    """A config for sampling, with model, sizes, scheduler and validation of a training config."""
+    common = {name: getattr(cfg, name) for name in Common.model_fields}
+    del common["sp_size"]
+
+    names = ("prompts", "negative_prompt", "num_samples", "fps", "batch_size", "format", "use_ema")
+    sampling = {name: getattr(validation, name) for name in names}
+    for name in ("num_sampling_steps", "cfg_scale"):
+        option = getattr(validation, name)
+        if option is not None:
+            common["scheduler"] = common["scheduler"] | {name: option}
+    return InferenceConfig(**common, **sampling, precision=cfg.precision)
+
+
 def write_summary(
     run: RunSetup, run_dir: Path, counter: CommLedger, corrupt: CorruptSamples
 ) -> None:
     """Write ``summary.json``: what the ranks sent each other, and what was read. Rank 0 writes."""
-    switches = counter.calls["switch", "forward"]
     summary = {
         "dp_size": run.mesh.dp_size,
         "sp_size": run.cfg.sp_size,
-        "switches": switches,
+        "switches": counter.calls["switch", "forward"],
         "elements_sent": {" ".join(key): count for key, count in sorted(counter.elements.items())},
         "files_read": dict(corrupt.files_read),
         "broken_clips": corrupt.found,
     }
-    logger.info("done: %d layout switches between the ranks of this replica", switches)
     if corrupt.found:
         logger.warning("%d clips could not be read and were substituted", len(corrupt.found))
 

@@ -1,27 +1,22 @@
 """Trackers: TensorBoard and Weights & Biases, behind one interface.
 
-They show what a run's folder has in files: hyperparameters, metrics, videos of validation. Steps
+They show what a run's folder has in files: hyperparameters, metrics and, in W&B, videos. Steps
 are optimizer steps, counted from 1. A run that resumes replaces what an attempt before has tracked
 of the steps that it repeats.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import uuid
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-
-import numpy as np
-from PIL import Image
+from typing import Any, TypeAlias, cast
 
 from opensora_sp.checkpoint import FileSystem
+from opensora_sp.common.files import read_small_file
 from opensora_sp.common.importing import check_extra, is_installed
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import Limits, read_frames
 
-Level = Literal["INFO", "WARN", "ERROR"]
 # Of W&B, unless WANDB_PROJECT names another.
 PROJECT = "opensora_sp"
 INSTEAD = "set {}=False (metrics.jsonl holds the same numbers)"
@@ -45,46 +40,28 @@ class TensorBoardTracker:
     Args:
         hyperparameters: nested as in a config.
         start: steps done; what former attempts have tracked of later steps is hidden.
-        limits: of the files that are decoded.
     """
 
-    def __init__(
-        self, run_dir: Path, hyperparameters: dict[str, Any], *, start: int, limits: Limits
-    ) -> None:
+    def __init__(self, run_dir: Path, hyperparameters: dict[str, Any], *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._limits = limits
-        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start + 1)
+        folder = str(run_dir / "tensorboard")
+        self._writer = cast(Any, SummaryWriter(folder, purge_step=start + 1))
         # add_hparams would make another run of them, in a folder below.
         shown: dict[str, float | None] = {"loss": None, "validation/loss": None}
         for summary in hparams(flattened(hyperparameters), shown)[:2]:
-            self._add(summary, 0)
+            self._writer.file_writer.add_summary(summary, 0)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Add the numbers of a step, by their names in ``metrics.jsonl``."""
         for name, number in values.items():
             self._writer.add_scalar(name, number, step)
+        # A run that fails would lose what is buffered.
+        self._writer.flush()
 
     def video(self, step: int, name: str, file: Path, fps: float) -> None:
-        """TensorBoard shows videos as GIFs; its own ``add_video`` would need moviepy for them."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        frames = read_frames(file, limits=self._limits)
-        height, width = frames.shape[1:3]
-        image = Summary.Image(
-            height=height, width=width, colorspace=3, encoded_image_string=to_gif(frames, fps)
-        )
-        summary = Summary(value=[Summary.Value(tag=name, image=image)])
-        self._add(summary, step)
-
-    def _add(self, summary: Any, step: int) -> None:
-        self._writer.file_writer.add_summary(summary, step)
-
-    def alert(self, title: str, text: str, level: Level) -> None:
-        """Alerts are texts under the tag ``alerts``, without a step."""
-        self._writer.add_text("alerts", f"{level} **{title}**: {text}")
-        self._writer.flush()
+        """TensorBoard has no videos. They are in the run's folder, and the studio shows them."""
 
     def close(self) -> None:
         self._writer.close()
@@ -95,7 +72,7 @@ class WandbTracker:
 
     Numbers are logged by optimizer step, so steps that a resumed run repeats overwrite the former
     ones. Whether and where W&B sends them depends on its own settings (``WANDB_MODE``,
-    ``WANDB_PROJECT``, ``wandb login``), and so does who gets alerts.
+    ``WANDB_PROJECT``, ``wandb login``).
     """
 
     def __init__(self, run_dir: Path, hyperparameters: dict[str, Any]) -> None:
@@ -110,7 +87,7 @@ class WandbTracker:
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.name,
             dir=str(run_dir),
-            id=kept.read_text(),
+            id=read_small_file(kept, 1 << 10, "the id of a run of W&B").decode(),
             resume="allow",
             config=hyperparameters,
         )
@@ -126,9 +103,6 @@ class WandbTracker:
         else:
             media = self._wandb.Video(str(file), format=suffix)
         self._run.log({"step": step, name: media})
-
-    def alert(self, title: str, text: str, level: Level) -> None:
-        self._run.alert(title=title, text=text, level=level)
 
     def close(self) -> None:
         self._run.finish()
@@ -147,11 +121,3 @@ def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int 
         else:
             flat[name] = option if isinstance(option, (bool, int, float, str)) else str(option)
     return flat
-
-
-def to_gif(frames: np.ndarray, fps: float) -> bytes:
-    """Frames uint8 ``[F, height, width, 3]`` as a GIF that repeats."""
-    images, gif = [Image.fromarray(frame) for frame in frames], io.BytesIO()
-    duration = round(1000 / fps)
-    images[0].save(gif, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
-    return gif.getvalue()

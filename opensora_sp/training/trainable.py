@@ -1,4 +1,4 @@
-"""The trainable parameters of a run (all, some by name, or adapters alone), and its optimizer.
+"""Trainable parameters of a run (all, some by name, or adapters alone), optimizer, EMA weights.
 
 Checkpoints of a run with LoRA adapters hold the adapters alone. So ``load`` names the weights that
 they are for at every start, also where a run resumes, and has to name the same ones.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from opensora_sp.checkpoint import (
     Weights,
@@ -25,7 +25,8 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.adapters import Base, adapter_files, base_digest
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.optimizer import Optimizer
+from opensora_sp.config.learning_rate import ema_decay
+from opensora_sp.config.optimizer_options import Optimizer
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.lora import add_lora, base_names, lora_layers
 from opensora_sp.models.name_patterns import chosen, matches
@@ -192,3 +193,52 @@ def check_same_state(cfg: TrainConfig, saved: dict[str, Any], checkpoint: Path) 
 def _state_names(optimizer: Optimizer) -> str:
     scalars = [name for name in optimizer.scalars if name != "step"]
     return ", ".join([*optimizer.moments, *scalars]) or "no moments"
+
+
+# EMA weights
+
+
+class ShardedEma:
+    """Average of the fp32 master weights; each rank keeps the shards that ZeRO assigns to it.
+
+    It begins at the weights of its creation.
+
+    Args:
+        master_weights: this rank's shards, by parameter.
+        decay: of a step, in [0, 1).
+        warmup: let the decay grow with the step, ``min(decay, (1 + step) / (10 + step))``, so that
+            the first steps are forgotten. Open-Sora's releases do not.
+
+    Attributes:
+        shards: the average, by parameter. Shards that are views of one buffer have averages that
+            are views of one buffer, and are averaged by one kernel.
+    """
+
+    def __init__(
+        self, master_weights: dict[str, Tensor], decay: float, *, warmup: bool = True
+    ) -> None:
+        self.decay, self.warmup = decay, warmup
+        self.shards: dict[str, Tensor] = {}
+        # Buffers of master weights, by their identity, with the averages.
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+        for name, shard in master_weights.items():
+            buffer = shard if shard._base is None else shard._base
+            if id(buffer) not in self._buffers:
+                self._buffers[id(buffer)] = buffer, buffer.detach().clone()
+            average = self._buffers[id(buffer)][1]
+            place = int(shard.storage_offset()) - int(buffer.storage_offset())
+            # As many views as shards, so that checkpoints name them, of few buffers.
+            self.shards[name] = average.as_strided(shard.shape, shard.stride(), place)
+
+    @torch.no_grad()
+    def update(self, step: int, taken: Tensor) -> None:
+        """Average in the weights after optimizer step ``step``, counted from 0.
+
+        Args:
+            taken: whether the step was taken, a boolean ``[]`` on the device of the weights. A step
+                that was skipped leaves the average as it is. The host does not wait for it.
+        """
+        weight = (1 - ema_decay(self.decay, step, warmup=self.warmup)) * taken
+        for buffer, average in self._buffers.values():
+            average.lerp_(buffer, weight.to(average.dtype))

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.schedule import learning_rate
+from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import StepLoader
 from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
 from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.build import (
     TrainingSet,
     Work,
+    make_encoders,
     make_plan,
     make_source,
     micro_batches_of_step,
@@ -28,6 +29,7 @@ from opensora_sp.features.build import (
 )
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import ShardedEncoder
+from opensora_sp.features.sources import DegradedClips, Encoders, Source
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks
 from opensora_sp.parallel import CommLedger
@@ -35,14 +37,16 @@ from opensora_sp.runtime.processes import init_worker
 from opensora_sp.runtime.watchdog import Watchdog
 
 from .checkpointing import Checkpoints, TrainingState, fixed_tensors
-from .ema import ShardedEma
-from .memory_fit import ActivationBudget, buckets_with_clips, with_chosen_batch_sizes
-from .meter import Meter
+from .memory_fit import (
+    ActivationBudget,
+    buckets_with_clips,
+    make_rank_batches,
+    with_chosen_batch_sizes,
+)
 from .metrics import Reporter
 from .profiling import StepProfiler, Steps
-from .rank_batches import make_rank_batches
-from .step import DelayedResults, TrainingStep
-from .step_log import StepLog
+from .step import TrainingStep
+from .step_log import DelayedResults, Meter, StepLog
 from .summary import (
     RunSetup,
     conclude,
@@ -51,8 +55,14 @@ from .summary import (
     write_summary,
 )
 from .sync_check import SyncCheck
-from .trainable import check_base, choose_trained, initial_weights, load_base, make_optimizer
-from .validation import Validator, encoders_of_validation
+from .trainable import (
+    ShardedEma,
+    check_base,
+    choose_trained,
+    initial_weights,
+    load_base,
+    make_optimizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -108,27 +118,26 @@ class Trainer:
         log_setup(self.setup, run_dir, start)
         session = self.setup.session()
         reporter = Reporter(run_dir, cfg, enabled=is_main, start=start, session=session)
-        with reporter.reporting_failure():
-            if is_main:
-                # From the start on: a run can be sampled while it trains.
-                with reporter.outputs.of("sample.py"):
-                    write_sampling_config(cfg, run_dir, self.dataset.rows)
-            began, counter = time.perf_counter(), CommLedger()
-            done, stopped = self._run_steps(run_dir, reporter, counter, traced, watch)
+        if is_main:
+            # From the start on: a run can be sampled while it trains.
+            with reporter.outputs.of("sample.py"):
+                write_sampling_config(cfg, run_dir, self.dataset.rows)
 
-            reason = watch.why_to_stop() if stopped and watch is not None else None
-            reporter.end(done, reason)
-            if stopped:
-                message = "stopped after step %d of %d (%s), with a checkpoint; add --resume auto"
-                logger.info(message, done, cfg.max_steps, reason)
-                return False
+        began, counter = time.perf_counter(), CommLedger()
+        done, stopped = self._run_steps(run_dir, reporter, counter, traced, watch)
+        reporter.close()
+        if stopped:
+            reason = None if watch is None else watch.why_to_stop()
+            message = "stopped after step %d of %d (%s), with a checkpoint; add --resume auto"
+            logger.info(message, done, cfg.max_steps, reason)
+            return False
 
-            with reporter.outputs.of("summary.json"):
-                write_summary(self.setup, run_dir, counter, self.corrupt)
-            if is_main:
-                with reporter.outputs.of("sample.py"):
-                    seconds = time.perf_counter() - began
-                    conclude(cfg, run_dir, reporter.last["loss"], seconds)
+        with reporter.outputs.of("summary.json"):
+            write_summary(self.setup, run_dir, counter, self.corrupt)
+        if is_main:
+            with reporter.outputs.of("sample.py"):
+                seconds = time.perf_counter() - began
+                conclude(cfg, run_dir, reporter.last["loss"], seconds)
         return True
 
     def _run_steps(
@@ -149,14 +158,14 @@ class Trainer:
 
         for step, batches in enumerate(steps, self.start):
             done = step + 1
-            log.see(step, batches.micro_batches)
+            log.see(batches.micro_batches)
             with counter, self.step.meter.timer, profiler.step(done):
                 pending = self.step.run(step, batches, watch)
             results.add(pending)
 
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps
             logs = done % cfg.log_every == 0
-            validates = self.validator.is_due(done)
+            validates = self.validator is not None and self.validator.is_due(done)
             if saves or logs or validates or results.asked_to_stop:
                 results.settle()
             stopped = results.asked_to_stop and done < cfg.max_steps
@@ -168,8 +177,8 @@ class Trainer:
                 self._save(done, reporter)
             if stopped:
                 break
-            if validates and not self._stops_before_validation(results, done, watch):
-                log.exclude(self.validator.validate(done, run_dir, reporter))
+            if validates:
+                self._validate(done, run_dir, reporter, results, watch)
 
         # Workers read ahead, and a save may still be written in the background.
         self.loader.close()
@@ -184,17 +193,24 @@ class Trainer:
         reporter.draw_loss()
         self.log.begin_interval()
 
-    def _stops_before_validation(
-        self, results: DelayedResults, done: int, watch: Watchdog | None
-    ) -> bool:
-        """Whether a rank was asked to stop since the step; then the next step is the last one."""
+    def _validate(
+        self,
+        done: int,
+        run_dir: Path,
+        reporter: Reporter,
+        results: DelayedResults,
+        watch: Watchdog | None,
+    ) -> None:
+        """Validate, unless a rank was asked to stop since the step: the next step is the last."""
+        assert self.validator is not None
         asked_to_stop = watch is not None and watch.stop_reason is not None
         stop = torch.tensor(float(asked_to_stop), device=self.device)
         # All ranks have to take the same branch, since validation is collective.
         dist.all_reduce(stop)
-        stops = bool(stop.item()) and done < self.cfg.max_steps
-        results.asked_to_stop |= stops
-        return stops
+        if stop.item() and done < self.cfg.max_steps:
+            results.asked_to_stop = True
+            return
+        self.log.exclude(self.validator.validate(done, run_dir, reporter))
 
     def state(self, done: int) -> dict[str, Any]:
         """The content of ``state.json`` after ``done`` steps: all that the next steps depend on."""
@@ -308,9 +324,14 @@ class Trainer:
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
         )
 
-        self.validator = Validator(
-            cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batches
-        )
+        self.validator = None
+        if self.encoders_of_videos is not None:
+            # Sampling's modules would lengthen the start of runs without validation.
+            from .validation import Validator
+
+            self.validator = Validator(
+                cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batches
+            )
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),
             keep_last=cfg.keep_last,
@@ -323,7 +344,6 @@ class Trainer:
             meter,
             self.work,
             self.loader,
-            self.rank_batches,
             self.corrupt,
             self.optimizer,
             self.checkpoints,
@@ -332,6 +352,17 @@ class Trainer:
         self.setup = RunSetup(
             cfg, mesh, self.options, self.tensors, self.dataset, self.plan, meter.peak
         )
+
+
+def encoders_of_validation(
+    cfg: TrainConfig, source: Source, device: torch.device
+) -> Encoders | None:
+    """The encoders of training, loaded where it reads a feature cache; None without validation."""
+    if cfg.validation is None:
+        return None
+    if isinstance(source, DegradedClips):
+        return source.plain
+    return source if isinstance(source, Encoders) else make_encoders(cfg, device)
 
 
 def _allocated(device: torch.device) -> int:

@@ -22,23 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.checkpoint import NamedShards, checkpoint_name
-from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.config.common import Common
-from opensora_sp.config.sections import Validation
+from opensora_sp.config import TrainConfig
 from opensora_sp.data import VideoTextDataset
-from opensora_sp.evaluation.heldout import HeldoutLoss, none_readable
+from opensora_sp.evaluation.heldout import HeldoutLoss, heldout_clips, none_readable
 from opensora_sp.features.batch import BatchMaker
-from opensora_sp.features.build import make_encoders
-from opensora_sp.features.sources import DegradedClips, Encoders, Source
+from opensora_sp.features.sources import Encoders
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import within_nodes
+from opensora_sp.sampling.outputs import write_batch
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
-from opensora_sp.sampling.run import write_batch
 
 from .checkpointing import TrainingState
-from .ema import ShardedEma
 from .metrics import Reporter
+from .summary import sampling_config
+from .trainable import ShardedEma
 
 # In a run's folder: the videos of each validation.
 VIDEOS = "validation"
@@ -50,61 +48,19 @@ def preflight_validation(cfg: TrainConfig) -> None:
     Raises:
         ValueError: as ``sampling.run.preflight`` and ``VideoTextDataset`` do.
     """
-    if cfg.validation is not None:
-        sampling = sampling_config(cfg, cfg.validation)
-        check_requests(sampling, requests_of(sampling))
-        heldout_clips(cfg)
-
-
-def heldout_clips(cfg: TrainConfig) -> VideoTextDataset | None:
-    """The clips of ``validation.manifest``, cut as clips of training; None without one."""
-    if cfg.validation is None or cfg.validation.manifest is None:
-        return None
-    return VideoTextDataset(
-        cfg.validation.manifest,
-        num_frames=cfg.num_frames,
-        image_size=cfg.size,
-        frame_interval=cfg.dataset.frame_interval,
-        time_limit=cfg.dataset.time_limit,
-        cache=cfg.dataset.cache,
-        limits=cfg.limits,
-        extra=cfg.extra_files,
-        captions=cfg.dataset.captions,
-    )
-
-
-def sampling_config(cfg: TrainConfig, validation: Validation) -> InferenceConfig:
-    """A config for sampling, with model, sizes, scheduler and validation of a training config."""
-    common = {name: getattr(cfg, name) for name in Common.model_fields}
-    del common["sp_size"]
-
-    names = ("prompts", "negative_prompt", "num_samples", "fps", "batch_size", "format", "use_ema")
-    sampling = {name: getattr(validation, name) for name in names}
-    for name in ("num_sampling_steps", "cfg_scale"):
-        option = getattr(validation, name)
-        if option is not None:
-            common["scheduler"] = common["scheduler"] | {name: option}
-    return InferenceConfig(**common, **sampling, precision=cfg.precision)
-
-
-def encoders_of_validation(
-    cfg: TrainConfig, source: Source, device: torch.device
-) -> Encoders | None:
-    """The encoders of training, loaded where it reads a feature cache; None without validation."""
-    if cfg.validation is None:
-        return None
-    if isinstance(source, DegradedClips):
-        return source.plain
-    return source if isinstance(source, Encoders) else make_encoders(cfg, device)
+    assert cfg.validation is not None
+    sampling = sampling_config(cfg, cfg.validation)
+    check_requests(sampling, requests_of(sampling))
+    heldout_clips(cfg)
 
 
 class Validator:
-    """The validation of one run, if its config asks for it.
+    """The validation of one run, whose config asks for it.
 
     Args:
         model: the boosted model.
         tensors: of the run, with the bare model and its EMA weights.
-        encoders: None without validation.
+        encoders: of videos and captions, also where training reads a feature cache.
         batches: adds noise to held-out clips.
     """
 
@@ -114,17 +70,16 @@ class Validator:
         mesh: SequenceMesh,
         model: Callable[..., Any],
         tensors: TrainingState,
-        encoders: Encoders | None,
+        encoders: Encoders,
         batches: BatchMaker,
     ) -> None:
+        assert cfg.validation is not None
         self.cfg, self.mesh, self.tensors = cfg, mesh, tensors
         groups = within_nodes(mesh.family, mesh.ranks_per_node)
         self.group = next(group for group in groups if mesh.rank in group)
         self.replica, self.num_replicas = groups.index(self.group), len(groups)
         self.validation = cfg.validation
         self.heldout = heldout_clips(cfg)
-        if self.validation is None or encoders is None:
-            return
 
         module, whole = tensors.module, cfg.sequence_parallel.verify
         sampling = sampling_config(cfg, self.validation)
@@ -138,11 +93,10 @@ class Validator:
 
     def is_due(self, step: int) -> bool:
         """True for every ``validation.every``-th step, counted from 1."""
-        return self.validation is not None and step % self.validation.every == 0
+        return step % self.validation.every == 0
 
     def validate(self, step: int, run_dir: Path, reporter: Reporter) -> float:
         """Write videos and report the held-out loss; returns the seconds it took. Collective."""
-        assert self.validation is not None
         since = time.perf_counter()
         folder = run_dir / VIDEOS / checkpoint_name(step)
         errors: list[str] = []
@@ -183,7 +137,7 @@ class Validator:
 
     def _heldout_losses(self, dataset: VideoTextDataset) -> Tensor:
         """The mean loss of the clips that all ranks can read, in each bin, ``[K]``. Collective."""
-        assert self.validation is not None and dataset.shape is not None
+        assert dataset.shape is not None
         means = self.loss.measure(
             range(self.replica, len(dataset), self.num_replicas),
             dataset.shape,

@@ -18,7 +18,6 @@ PACKAGES = (
     "data",
     "checkpoint",
     "config",
-    "planner",
     "sampling",
     "integrations.diffusers",
     "device_verification",
@@ -51,8 +50,9 @@ def public_names(package: str) -> Iterator[tuple[str, str]]:
 
 
 def _tree(package: str) -> ast.Module:
-    folder = ROOT / "opensora_sp" / package.replace(".", "/")
-    return ast.parse((folder / "__init__.py").read_text())
+    path = ROOT / "opensora_sp" / package.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text())
 
 
 def page() -> str:

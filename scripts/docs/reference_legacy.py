@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opensora_sp.config.legacy import RULES, Rule
+from opensora_sp.config.open_sora import RULES, Rule
 
 INTRODUCTION = """\
 # Open-Sora's config keys

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from runs import write_training
 
 from campaigns import results
 from campaigns.case import Case
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items[:] = remaining
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a training on eight clips; some campaigns have another."""
+    return write_training(tmp_path_factory.mktemp("set"), 8)
 
 
 def trials_of(item: Any) -> int:

@@ -17,10 +17,10 @@ from random import Random
 
 import pytest
 from disturbed import (
+    UndisturbedRuns,
     assert_same_bits,
     start,
     steps_of,
-    undisturbed,
     write_disturbed_training,
 )
 from jobs import Job
@@ -103,17 +103,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The undisturbed run by its number of steps."""
-    folder, made = tmp_path_factory.mktemp("whole"), {}
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> UndisturbedRuns:
+    return UndisturbedRuns(config, tmp_path_factory.mktemp("whole"))
 
-    def of(steps: int) -> Path:
-        if steps not in made:
-            options = [f"max_steps={steps}", f"ckpt_every={steps}"]
-            made[steps] = undisturbed(config, folder / str(steps), *options)
-        return made[steps]
 
-    return of
+def with_last_checkpoint(steps: int) -> tuple[str, ...]:
+    return (f"max_steps={steps}", f"ckpt_every={steps}")
 
 
 def await_end(job: Job, faults: tuple[Fault, ...], seconds: float) -> None:
@@ -166,7 +161,7 @@ def test_every_call_exists() -> None:
 def test_the_run_ends_with_the_bits_of_an_undisturbed_one(
     case: Case,
     config: Path,
-    whole: Callable[[int], Path],
+    whole: UndisturbedRuns,
     tmp_path: Path,
     jobs: list[Job],
     record_property: Callable[[str, object], None],
@@ -182,16 +177,16 @@ def test_the_run_ends_with_the_bits_of_an_undisturbed_one(
     record_property("goodput", round(sum(useful.values()) / wall, 3))
     record_property("steps repeated", len(taken) - len(useful))
     record_property("seconds per fault", round(wall / len(chaos.faults), 1))
-    assert_undisturbed(job, chaos.steps, whole(chaos.steps))
+    assert_undisturbed(job, chaos.steps, whole[with_last_checkpoint(chaos.steps)])
     killed = f"rank 1 (process {job.rank(1)})"
     assert f"rank 0 stops: {killed} has exited without reporting an error" in job.text
 
 
 def test_control_a_bit_that_flips_on_the_way_is_noticed(
-    config: Path, whole: Callable[[int], Path], tmp_path: Path, jobs: list[Job]
+    config: Path, whole: UndisturbedRuns, tmp_path: Path, jobs: list[Job]
 ) -> None:
     """As would a resume that forgets one."""
     flips = Chaos((Fault("update", 1, 2, "flip"),))
     job = run_through(flips, config, tmp_path, jobs, seconds=120)
     with pytest.raises(AssertionError, match=f"differ after step {flips.steps}"):
-        assert_undisturbed(job, flips.steps, whole(flips.steps))
+        assert_undisturbed(job, flips.steps, whole[with_last_checkpoint(flips.steps)])

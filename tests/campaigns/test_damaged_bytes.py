@@ -35,7 +35,7 @@ from opensora_sp.checkpoint import checkpoint_name, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.data import CachedClip, CachedFeatures, Manifest, Sample
 from opensora_sp.features.same_clips import agree_on_clips, by_name, changes
-from opensora_sp.training.resuming import choose_checkpoint, find_checkpoint
+from opensora_sp.training.checkpointing import choose_checkpoint, find_checkpoint
 
 pytestmark = pytest.mark.campaign(
     bar="refused before anything changes, the file named; so does the next start", size=500
@@ -186,7 +186,7 @@ def check_starts(whole: Path, place: Path, trial: Trial) -> str | None:
     dist.all_gather_object(is_seen, bool(differing))
 
     limit = 0 if trial.quick else 1 << 20
-    with mock.patch("opensora_sp.checkpoint.folder.QUICK_CHECK_BYTES", limit):
+    with mock.patch("opensora_sp.checkpoint.checkpoint_folder.QUICK_CHECK_BYTES", limit):
         check_refused_by_path(run_dir, differing, written, damaged)
         for _ in range(2):
             dist.barrier()
@@ -273,7 +273,7 @@ def start_damaged(folder: Path, place: Path, trials: list[Trial], fault: str) ->
         fault: of this test itself, which its checks must notice: verify nothing, or remove what is
             to be set aside.
     """
-    module = "opensora_sp.training.resuming"
+    module = "opensora_sp.training.checkpointing"
     faults = {
         "": nullcontext(),
         "blind": mock.patch(f"{module}.verify"),

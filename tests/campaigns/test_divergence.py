@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from runs import write_training
 from torch import Tensor
 from worlds import in_worlds
 
@@ -204,11 +203,6 @@ def next_starts(config: Path, outputs: Path, flip: Flip) -> list[str]:
 def final_state(outputs: Path) -> dict[str, str]:
     files = json.loads((outputs / f"step_{STEPS:08d}" / "manifest.json").read_text())["files"]
     return {name: entry["sha256"] for name, entry in files.items() if name.endswith("safetensors")}
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_training(tmp_path_factory.mktemp("set"), 8)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ EARLY, LATER = 2, range(4, 49, 2)
 MICRO_BATCHES, CLIPS = 2, 5
 # Batches that ranks share: of two clips, two ranks would hold one each and exchange nothing.
 TINY = ["warmup_steps=3", "batch_size=1", "num_frames=3", "image_size=(16, 16)", "model.depth=1"]
-SAMPLE = ["dp1sp1 fp32 sync early", "dp2sp1 bf16 sync early", "dp2sp2 fp32 async early"]
+SAMPLE = ["dp1sp1 fp32 sync early", "dp2sp1 bf16 sync early", "dp1sp2 fp32 async early"]
 
 
 @dataclass(frozen=True)

@@ -6,41 +6,186 @@ a run without a fault. A rank that is slow and alive alarms nobody.
 
 from __future__ import annotations
 
-import json
+import ctypes
+import os
+import re
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import hosts
 import pytest
+import torch
 import torch.distributed as dist
-from hangs import PLACES, Hang, trained
 from hosts import Host
 from launched import LaunchedRanks
 from logs import captured_lines
 from ranks import run_ranks
+from restarts import content_of
 from runs import write_training
 
 from campaigns.case import Case, with_sample
-from opensora_sp.runtime.rendezvous import join_rendezvous
+from opensora_sp.checkpoint import Saver
+from opensora_sp.config import load_train_config
+from opensora_sp.data import VideoTextDataset
+from opensora_sp.runtime.rendezvous import Rendezvous, join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
+from opensora_sp.training import metrics, run
+from opensora_sp.training.run import train
+from opensora_sp.training.step import TrainingStep
+from opensora_sp.training.trainer import Trainer
+from opensora_sp.training.validation import Validator
+
+# The function that a rank does not enter.
+PLACES: dict[str, tuple[Any, str]] = {
+    "joining": (Rendezvous, "join"),
+    "the process group": (dist, "init_process_group"),
+    "connecting": (Rendezvous, "connect"),
+    "the start": (Trainer, "_build_model"),
+    "reading": (VideoTextDataset, "_read"),
+    "forward": (TrainingStep, "_forward_backward"),
+    "the update": (TrainingStep, "_update"),
+    "saving": (Saver, "_run"),
+    "validation": (Validator, "_validate"),
+    "the end": (run, "drain_process_group"),
+}
+FOREVER = 600.0
+# Until the others have read a heartbeat with the place of a rank that is about to freeze.
+SETTLED = 3.0
+FREEZES: dict[str, Callable[[], Any]] = {
+    "stop": partial(signal.raise_signal, signal.SIGSTOP),
+    "hold the GIL": partial(ctypes.PyDLL(None).sleep, int(FOREVER)),
+}
+AFTERWARDS = {"skip": 0.0, "signal": SETTLED}
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What one rank does at a place.
+
+    Attributes:
+        kind: "stop" by SIGSTOP, "hold the GIL", so that no thread runs, "sleep" in Python, "raise"
+            an error, "skip" the call, "lag" behind the others in each call, or "signal" that the
+            rank is there and call it.
+        call: which of the rank's calls at the place, counted from 1.
+        in_worker: whether a worker of the rank's loader does so; its rank then waits for it.
+    """
+
+    kind: str
+    place: str
+    rank: int
+    call: int = 1
+    in_worker: bool = False
+
+    def plant(self, struck: Path) -> None:
+        """In a rank, which links ``struck`` to the time of its hang."""
+        if int(os.environ["RANK"]) != self.rank:
+            return
+        owner, name = PLACES[self.place]
+        plain, calls = getattr(owner, name), [0]
+
+        # Calls no function of Python once it waits: heartbeats have the innermost frame.
+        def hanging(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if self.kind == "lag":
+                time.sleep(2.0)
+            elif calls[0] == self.call:
+                time.sleep(SETTLED if self.is_silent else 0)
+                os.symlink(str(time.monotonic()), struck)
+                FREEZES.get(self.kind, int)()
+                if self.kind == "raise":
+                    raise ValueError("got a planted error; expected none; remove it")
+                time.sleep(AFTERWARDS.get(self.kind, FOREVER))
+                if self.kind == "skip":
+                    return None
+            return plain(*args, **kwargs)
+
+        # Stacks and reports show the name of the code.
+        hanging.__code__ = hanging.__code__.replace(co_name=f"hangs in {self.place}")
+        setattr(owner, name, hanging)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank sends no heartbeats."""
+        return self.kind in ("stop", "hold the GIL")
+
+    def named_by(self, other: int) -> re.Pattern[str]:
+        """What another rank logs."""
+        at = rf"\S+:\d+ \(hangs in {self.place}\)"
+        if self.in_worker:
+            at = r"\S+:\d+ \(\w+\)"
+        stops = f"rank {other} stops: "
+
+        if self.place == "joining":
+            absent = f"expected all, but rank {self.rank} did not join"
+            return re.compile(absent if self.rank else "got no response from rank 0 ")
+        if self.place == "connecting":
+            absent = f"expected all, but rank {self.rank} did not join"
+            return re.compile(absent if self.rank else f"{absent}|got no response from the store")
+        late = rf"got no process group of \d ranks within \S+ s: .*rank {self.rank} at {at}"
+        if self.place == "the process group" and not self.is_silent:
+            return re.compile(f"{stops}{late}")
+        if self.kind == "raise":
+            return re.compile(f"{stops}rank {self.rank} failed: ValueError: got a planted error")
+        if not self.is_silent:
+            return re.compile(
+                rf"{stops}rank \d has waited \S+ s \(collective_timeout\) for .* missing: "
+                rf"(.*; )?rank {self.rank}, which has called \d+ and is at {at}"
+            )
+        if self.rank == 0 and self.kind == "stop":
+            # A thread of torch's, which needs no GIL, serves the store.
+            return re.compile(
+                rf"{stops}({late}|rank 0, which hosts the store of the heartbeats, has exited, is "
+                rf"stopped or is cut off \(.*\); it was at {at})"
+            )
+        return re.compile(
+            rf"{stops}({late}|(rank {self.rank} has sent no heartbeat for \S+ s \(peer_timeout\); "
+            rf"it was |rank \d has waited .* missing: rank {self.rank}, which sends no heartbeats, "
+            rf"has called \d+ and was )at {at})"
+        )
+
+    def cut_named_by(self, other: int) -> re.Pattern[str]:
+        """What another rank logs where the network of the rank's host is cut."""
+        if self.rank == 0:
+            return re.compile(f"rank {other} stops: rank 0, which hosts the store .* is cut off ")
+        return re.compile(
+            f"rank {other} stops: rank {self.rank} has sent no heartbeat for .*; it was at "
+        )
+
+    def skip_named_by(self, other: int) -> re.Pattern[str]:
+        """What another rank logs where the rank has skipped a collective."""
+        return re.compile(
+            rf"rank {other} stops: (rank {self.rank} has waited .* missing: |"
+            rf".*missing: (.*; )?rank {self.rank}, which has called \d+ and is at |"
+            rf".*, or ranks have called another collective: rank {self.rank} is at )"
+        )
+
+
+def trained(config: Path, options: list[str], hang: Hang | None = None, struck: Any = None) -> None:
+    """Train in this rank, with a fault if there is one."""
+    metrics.draw_loss = lambda run_dir: None
+    if hang is not None:
+        hang.plant(struck)
+    train(load_train_config(config, options), resume="auto")
+
 
 pytestmark = [
     pytest.mark.campaign(bar="right rank and place named within the timeout + 5 s", size=120),
     pytest.mark.serial,  # it measures seconds
 ]
 
-RANKS = 3
 MARGIN = 5.0  # seconds after the timeout in which the others name the rank
 EXIT = 6.0  # seconds after that in which they end
 JOIN_TIMEOUT = 5.0
 PEER_TIMEOUT, COLLECTIVE_TIMEOUT = 5.0, 4.0
 LATER = 60.0  # the timeout that is not tested
-STEPS = 4
+RANKS, STEPS = 3, 4
 SMALL = [
     "warmup_steps=3",
     "batch_size=3",
@@ -50,10 +195,8 @@ SMALL = [
     "ckpt_every=2",
     "micro_batches_per_step=1",
 ]
-TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 BEFORE_THE_RUN = ("joining", "connecting", "the process group")
 AFTER_THE_WATCHDOG = [place for place in PLACES if place not in BEFORE_THE_RUN]
-SKIPPED = ["saving", "validation"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +247,7 @@ def cases(random: Random) -> list[Case]:
         add("sleep", place)
     for place in random.sample(AFTER_THE_WATCHDOG, 6):
         add("hold the GIL", place, timeout=random.choice(["peer", "collective"]))
-    for place in SKIPPED:
+    for place in ("saving", "validation"):
         add("skip", place, timeout="collective")
         add("skip", place, timeout="collective", options=("sp_size=1", "async_save=True"))
     for place in random.sample(list(PLACES), 6):
@@ -288,13 +431,7 @@ def run_to_its_end(
 
 def assert_same(run_dir: Path, whole: Path, step: int) -> None:
     """The checkpoint of a step has the bits of the other run's."""
-    assert digests(run_dir, step) == digests(whole, step), f"step {step} differs"
-
-
-def digests(run_dir: Path, step: int) -> list[str]:
-    manifest = run_dir / f"step_{step:08d}" / "manifest.json"
-    files = json.loads(manifest.read_text())["files"]
-    return [files[name]["sha256"] for name in TENSORS]
+    assert content_of(run_dir, step) == content_of(whole, step), f"step {step} differs"
 
 
 def steps_with_stragglers(steps: int) -> list[str]:
@@ -312,32 +449,19 @@ def steps_with_stragglers(steps: int) -> list[str]:
             take_step(step, group)
             # In total about 3 % of the steps' number, in seconds.
             if random.random() < 0.01:
-                hang_for(random.choice([0.2, 0.5, COLLECTIVE_TIMEOUT / 1.5]))
+                time.sleep(random.choice([0.2, 0.5, COLLECTIVE_TIMEOUT / 1.5]))
     assert watchdog.stop_reason is None
     return lines
-
-
-@cache
-def parts() -> tuple[Any, Any]:
-    import torch
-
-    return torch.ones(8, 6), torch.ones(8, 6)
 
 
 def take_step(step: int, group: Any) -> None:
     """As training: exchanges in a group, and sums over all ranks."""
     from opensora_sp.parallel.collectives import all_to_all
 
-    given, summed = parts()
+    given = torch.ones(8, 6)
     for _ in range(4):
         all_to_all(given, [4, 4], [4, 4], group, kind="switch", backward=False)
-    dist.all_reduce(summed.fill_(step))
-
-
-def hang_for(seconds: float) -> None:
-    import time
-
-    time.sleep(seconds)
+    dist.all_reduce(torch.full((8, 6), float(step)))
 
 
 def test_control_a_watchdog_that_does_not_look_names_nobody(
@@ -370,7 +494,7 @@ def lagging_too_long() -> list[str]:
 
     lines = captured_lines()
     with recorded_exits(), Watchdog(join_rendezvous(), collective_timeout=1.0):
-        hang_for(5.0 * dist.get_rank())
-        dist.all_reduce(parts()[1])
-        hang_for(2.0)
+        time.sleep(5.0 * dist.get_rank())
+        dist.all_reduce(torch.ones(1))
+        time.sleep(2.0)
     return lines

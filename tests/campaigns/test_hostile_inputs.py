@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import from_pretrained, open_weights, write_model_config
-from opensora_sp.checkpoint.folder import _commit_text, to_json
+from opensora_sp.checkpoint.checkpoint_folder import _commit_text, to_json
 from opensora_sp.config import InferenceConfig, load_inference_config, load_train_config
 from opensora_sp.data import (
     CachedFeatures,
@@ -55,11 +55,11 @@ from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
-from opensora_sp.sampling.conditioning import parse_prompt
+from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.sampling.requests import check_requests, requests_of
+from opensora_sp.training.checkpointing import find_checkpoint, find_good
 from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_run_dir
-from opensora_sp.training.resuming import find_checkpoint, find_good
 
 pytestmark = pytest.mark.campaign(
     bar="nothing executed, no read or write outside, memory within budget", size=200
@@ -245,14 +245,13 @@ def pickled_weights(attack: Attack) -> Reader:
     name = attack.random.choice(["pytorch_model.bin", "a.pt", "model", "model.safetensors"])
     path, random = attack.folder / name, attack.random
     state = {"a": torch.ones(3), "b": torch.arange(6).view(2, 3)}
-    options = {"_use_new_zipfile_serialization": random.random() < 0.6}
     attacks: list[Callable[[], Any]] = [
         lambda: torch.save({**state, "c": RunsWhenUnpickled(attack.outside.folder / "ran")}, path),
         lambda: path.write_bytes(pickle.dumps(RunsWhenUnpickled(attack.outside.folder / "ran"))),
         lambda: path.write_bytes(random_pickle(attack)),
         lambda: write_torchscript(path, attack.outside.folder / "written"),
         lambda: write_archive(path, attack),
-        lambda: flip_bytes(state, path, random, options),
+        lambda: flip_bytes(state, path, random),
     ]
     random.choice(attacks)()
     os.utime(path)
@@ -260,8 +259,8 @@ def pickled_weights(attack: Attack) -> Reader:
     return partial(read_weights, path, allow_pickle=allowed)
 
 
-def flip_bytes(state: dict, path: Path, random: Random, options: dict[str, bool]) -> None:
-    torch.save(state, path, **options)
+def flip_bytes(state: dict, path: Path, random: Random) -> None:
+    torch.save(state, path)
     data = bytearray(path.read_bytes())
     for _ in range(random.randint(1, 20)):
         data[random.randrange(len(data))] = random.randrange(256)
@@ -491,7 +490,7 @@ def prompts(attack: Attack) -> Reader:
         "\0\x1b[2J",
     ]
     if random.random() < 0.5:
-        head = "prompt,num_frames,seed,fps,height,width,reference_path,mask_strategy\n"
+        head = "prompt,num_frames,seed,fps,resolution,aspect_ratio,reference_path,mask_strategy\n"
         cells = [str(attack.poison)[:500] for _ in range(5)]
         text = head + "a cat," + ",".join(cells) + f",{own['reference_path']},0\n"
         path = place(attack, "prompts.csv", text.encode(errors="replace"))

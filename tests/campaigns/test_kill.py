@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from jobs import Job, command_of
+from launched import WarmJob
 from moments import Moment
 from polling import wait_until
 from restarts import (
@@ -38,7 +39,6 @@ from restarts import (
     train_once,
 )
 from runs import write_toy_set, write_training
-from warm_jobs import WarmJob
 
 from campaigns.case import Case
 
@@ -75,8 +75,8 @@ CALLS = {
         f"{STEP}rank_loss": 4,
         f"{STEP}TrainingStep._update": 4,
         "opensora_sp.plugin:SequenceZeroOptimizer.step_if_finite": 4,
-        "opensora_sp.training.ema:ShardedEma.update": 4,
-        f"{STEP}PendingResult.read": 4,
+        "opensora_sp.training.trainable:ShardedEma.update": 4,
+        "opensora_sp.training.step_log:PendingResult.read": 4,
         f"{METRICS}Reporter.log": 4,
     },
     "validation": {

@@ -460,7 +460,7 @@ CONTROL = Fault(
 
 def learns_from_everything(*args: Any) -> list[Seen]:
     """A rank whose skipped steps move one number of the EMA weights."""
-    from opensora_sp.training.ema import ShardedEma
+    from opensora_sp.training.trainable import ShardedEma
 
     plain = ShardedEma.update
 
@@ -473,7 +473,7 @@ def learns_from_everything(*args: Any) -> list[Seen]:
 
 def decides_alone(*args: Any) -> list[Seen]:
     """A rank that counts a step as taken which the others skip."""
-    from opensora_sp.training.step import PendingResult
+    from opensora_sp.training.step_log import PendingResult
 
     plain = PendingResult.__init__
 

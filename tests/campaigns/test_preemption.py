@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 from disturbed import (
+    UndisturbedRuns,
     assert_same_bits,
     start,
     steps_of,
-    undisturbed,
     write_disturbed_training,
 )
 from jobs import Job, started_ranks
@@ -127,18 +127,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The undisturbed run by ``sp_size``, with a checkpoint of every step."""
-    folder, made = tmp_path_factory.mktemp("whole"), {}
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> UndisturbedRuns:
+    return UndisturbedRuns(config, tmp_path_factory.mktemp("whole"))
 
-    def of(sp_size: int) -> Path:
-        if sp_size not in made:
-            options = [f"sp_size={sp_size}", f"max_steps={LAST + 2}"]
-            options += ["ckpt_every=1", "keep_last=None"]
-            made[sp_size] = undisturbed(config, folder / str(sp_size), *options)
-        return made[sp_size]
 
-    return of
+def with_every_checkpoint(sp_size: int) -> tuple[str, ...]:
+    return (f"sp_size={sp_size}", f"max_steps={LAST + 2}", "ckpt_every=1", "keep_last=None")
 
 
 def preempt(one: Preemption, start_job: Callable[..., Job]) -> tuple[Job, float]:
@@ -187,13 +181,14 @@ def assert_nothing_lost(job: Job, before: int) -> int:
 def test_the_run_is_saved_and_gone(
     case: Case,
     config: Path,
-    whole: Callable[[int], Path],
+    whole: UndisturbedRuns,
     tmp_path: Path,
     jobs: list[Job],
     record_property: Callable[[str, object], None],
 ) -> None:
     one: Preemption = case.arguments
-    wanted, options = whole(one.sp_size), [f"sp_size={one.sp_size}", *one.options]
+    wanted = whole[with_every_checkpoint(one.sp_size)]
+    options = [f"sp_size={one.sp_size}", *one.options]
 
     def start_job(*more: str, faults: dict[int, Fault] | None = None, **how: Any) -> Job:
         return start(jobs, tmp_path, config, *options, *more, faults=faults or {}, **how)
@@ -230,10 +225,8 @@ def test_control_steps_that_are_lost_are_noticed(
         assert_gone(job, time.monotonic(), seconds=2)
 
 
-def test_control_a_bit_that_differs_is_noticed(
-    whole: Callable[[int], Path], tmp_path: Path
-) -> None:
-    wanted = whole(2)
+def test_control_a_bit_that_differs_is_noticed(whole: UndisturbedRuns, tmp_path: Path) -> None:
+    wanted = whole[with_every_checkpoint(2)]
     shutil.copytree(wanted / checkpoint_name(LAST), tmp_path / checkpoint_name(LAST))
     assert_same_bits(tmp_path, wanted, LAST)
 

@@ -37,7 +37,8 @@ Layout = tuple[int, int]  # dp, sp
 LAYOUTS = [(dp, sp) for dp, sp in product(range(1, 9), repeat=2) if dp * sp <= 8]
 GLOBAL_BATCH = 11  # which is shared by ranks, rather than whole samples distributed
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
-SAMPLE = ["dp1sp1, part 0", "dp2sp2, part 0", "dp1sp3, part 0"]
+SMALL = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)]
+SAMPLE = ["dp2sp1, small worlds", "dp1sp3, small worlds"]
 
 
 def name_of(layout: Layout) -> str:
@@ -59,6 +60,8 @@ def cases(random: Random) -> list[Case]:
     for reader, (number, writers) in product(LAYOUTS, enumerate(parts)):
         arguments = (reader, random.sample(writers, len(writers)))
         found.append(Case(f"{name_of(reader)}, part {number}", arguments, trials=len(writers)))
+    for reader in ((2, 1), (1, 3)):
+        found.append(Case(f"{name_of(reader)}, small worlds", (reader, SMALL), trials=len(SMALL)))
     return with_sample(found, SAMPLE)
 
 
@@ -90,7 +93,7 @@ class Trained:
         from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
         from opensora_sp.plugin._colossalai import Booster
         from opensora_sp.training.checkpointing import TrainingState, fixed_tensors
-        from opensora_sp.training.ema import ShardedEma
+        from opensora_sp.training.trainable import ShardedEma
 
         place = LAYOUTS.index(layout)
         self.stage, self.precision = 1 + place % 2, "bf16" if place % 3 == 2 else "fp32"

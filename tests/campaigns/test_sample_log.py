@@ -21,7 +21,6 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from recorded_draws import record_draws
-from runs import write_training
 from worlds import in_worlds
 
 from campaigns.case import Case, with_sample
@@ -266,11 +265,6 @@ def crops_of(log: Log) -> set[tuple]:
     for number, crops in log.crops.items():
         found |= {(number, clip, crop) for clip, crop in crops.items()}
     return found
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_training(tmp_path_factory.mktemp("set"), CLIPS)
 
 
 @pytest.fixture(scope="module")

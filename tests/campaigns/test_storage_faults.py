@@ -6,24 +6,29 @@ checkpoint of step 6; either for good, or only while nothing is saved.
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import json
 import multiprocessing
 import os
 import pkgutil
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import disk_faults
+import av
 import pytest
 import torch.distributed as dist
+from launched import WarmJob
 from moments import Moment
-from own_disk import with_own_disk
+from own_disk import fill, make_read_only, make_room, make_writable, with_own_disk
 from polling import wait_until
 from restarts import (
     EVERY,
@@ -36,10 +41,68 @@ from restarts import (
     newest_step,
     train_once,
 )
-from runs import write_training
-from warm_jobs import WarmJob
 
 from campaigns.case import Case
+
+SLOW_FSYNC = 0.15  # seconds
+
+
+def begin(kind: str, run_dir: Path) -> None:
+    """Let the fault begin: "full", "read-only", "EIO", "slow fsync", "removed" or "moved"."""
+    if kind == "full":
+        fill(run_dir.parent)
+    elif kind == "read-only":
+        make_read_only(run_dir)
+    elif kind == "removed":
+        shutil.rmtree(run_dir, ignore_errors=True)
+    elif kind == "moved":
+        run_dir.rename(run_dir.with_name("moved"))
+    else:
+        run_dir.with_name(kind).touch()
+
+
+def end(kind: str, run_dir: Path) -> None:
+    """Mend the disk; what was removed or moved stays so."""
+    if kind == "full":
+        make_room(run_dir.parent)
+    elif kind == "read-only":
+        make_writable(run_dir)
+    elif kind not in ("removed", "moved"):
+        run_dir.with_name(kind).unlink()
+
+
+def plant_switches(run_dir: Path) -> None:
+    """For each rank: EIO of whatever changes the folder, and fsync that takes long."""
+    slow, broken = run_dir.with_name("slow fsync"), run_dir.with_name("EIO")
+
+    def is_in_run(path: Any) -> bool:
+        return isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(run_dir)
+
+    def failing(plain: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
+        @wraps(plain)
+        def call(path: Any, *args: Any, **how: Any) -> Any:
+            if is_in_run(path) and broken.exists() and writes(*args, **how):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return plain(path, *args, **how)
+
+        return call
+
+    def opens_to_write(mode: str = "r", *args: Any, **how: Any) -> bool:
+        return not mode.startswith("r") or "+" in mode
+
+    def fsync(descriptor: int) -> None:
+        if slow.exists():
+            time.sleep(SLOW_FSYNC)
+        if broken.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        plain_fsync(descriptor)
+
+    plain_fsync, os.fsync = os.fsync, fsync
+    io.open = builtins.open = failing(io.open, opens_to_write)
+    av.open = failing(av.open, opens_to_write)
+    for name in ("replace", "rename", "link", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, failing(getattr(os, name), lambda *args, **how: True))
+
 
 pytestmark = pytest.mark.campaign(
     bar="the last committed checkpoint is never harmed, an error by the next save at the latest, "
@@ -58,7 +121,7 @@ BEGIN: dict[str, list[str]] = {
         f"{METRICS}Reporter.__init__",
     ],
     "metrics": [f"{METRICS}Reporter.log", f"{METRICS}append_line"],
-    "log": [f"{METRICS}log_line", f"{STEPS_OF_RUN}DelayedResults.settle"],
+    "log": [f"{METRICS}log_line", "opensora_sp.training.step_log:DelayedResults.settle"],
     "videos": [
         "opensora_sp.training.validation:write_batch",
         "opensora_sp.sampling.pipeline:Pipeline.looped",
@@ -191,7 +254,7 @@ def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] 
     """Plant the fault, and train; returns the error and the last step that was begun."""
     from opensora_sp.training.step import TrainingStep
 
-    disk_faults.plant_switches(outputs)
+    plant_switches(outputs)
     begun, plain = [EVERY], TrainingStep.run
 
     def step(self: TrainingStep, number: int, *args: Any) -> Any:
@@ -201,14 +264,14 @@ def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] 
     def act() -> None:
         note = [begun[0], newest_step(outputs)]
         outputs.with_name("struck").write_text(json.dumps(note))
-        disk_faults.begin(fault.kind, outputs)
+        begin(fault.kind, outputs)
         if fault.passes:
             Moment(END[fault.phase]).plant(mend)
         if also is not None:
             also()
 
     def mend() -> None:
-        disk_faults.end(fault.kind, outputs)
+        end(fault.kind, outputs)
         outputs.with_name("mended").touch()
 
     TrainingStep.run = step
@@ -258,7 +321,7 @@ class Disk:
 
         # One that passes is still there where it has ended the run before.
         if not self.outputs.with_name("mended").exists():
-            disk_faults.end(fault.kind, self.outputs)
+            end(fault.kind, self.outputs)
         self.check_folders(fault, newest)
 
     def check_errors(self, fault: Fault, errors: list[str], last: int, step: int, log: str) -> None:
@@ -349,11 +412,6 @@ def hold_two_runs(two_runs: TwoRuns, *place: Any) -> None:
         assert "expected one run for each folder" in refused[0] and holder in refused[0], refused
     assert newest_step(disk.outputs) == STEPS
     disk.start_again()
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_training(tmp_path_factory.mktemp("set"), 8)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from cuda_stub import Recording, phase, requires_stub, run_on_stub
 
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
-from opensora_sp.models.conditioning import Text
+from opensora_sp.models.conditions import Text
 
 pytestmark = requires_stub
 WIDTH, HEADS = 144, 2
@@ -51,7 +51,7 @@ def attention_blocks(recording: Recording, kernel: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("frames", "patches"),
-    [(16, 256), pytest.param(64, 1024, marks=pytest.mark.slow), (15, 1590), (30, 3600)],
+    [(16, 256), (15, 1590), (30, 3600)],
 )
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_one_caption_fills_the_device_in_backward(frames: int, patches: int, ranks: int) -> None:
@@ -108,43 +108,3 @@ def test_autocast_reaches_packed_attention() -> None:
     assert features["pytorch_flash::flash_fwd_kernel"] == 2 * 4  # self- and cross-attention
     assert sum("fmha_cutlassF" in name for name in features) == 0
     assert encoded["pytorch_flash::flash_fwd_kernel"] >= 4
-
-
-def on_named_kernels() -> str:
-    """Rows of 1,024 tokens by each kernel's name, then a model with one for each kind.
-
-    Returns the names that were refused.
-    """
-    refused = []
-    for name in ("auto", "torch_flash", "efficient", "sdpa", "cudnn", "flash", "flash3"):
-        phase(name)
-        q = torch.zeros(4, 1024, 16, 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        try:
-            attention(q, q, q, backend=name).sum().backward()
-        except ValueError:
-            refused.append(name)
-
-    by_kind = dict(spatial="efficient", temporal="torch_flash", cross="efficient")
-    model = build_model("STDiT3", **SMALL | dict(depth=1), attention=by_kind).cuda().bfloat16()
-    phase("model")
-    step(model, TEXTS)
-    phase("end")
-    return " ".join(refused)
-
-
-def test_kernels_run_by_their_names() -> None:
-    recording = run_on_stub(on_named_kernels)
-    # Without their packages, and with the cuDNN of torch 2.5.
-    assert recording.result == "cudnn flash flash3"
-
-    flash, efficient = "flash_fwd_kernel", "fmha_cutlassF"
-    expected = {"auto": flash, "torch_flash": flash, "efficient": efficient, "sdpa": flash}
-    for name, kernel in expected.items():
-        launches = recording.in_phase(name).launches
-        other = efficient if kernel == flash else flash
-        assert sum(kernel in launch.name for launch in launches) == 1, name
-        assert not any(other in launch.name for launch in launches), name
-
-    launches = recording.in_phase("model").launches
-    assert sum(flash in launch.name for launch in launches) == 1  # temporal
-    assert sum(efficient in launch.name for launch in launches) == 3  # spatial, twice to the text

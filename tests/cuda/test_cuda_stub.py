@@ -4,11 +4,16 @@ The functions that run under it are at the top level of this file; their names b
 """
 
 import contextlib
+import ctypes
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from cuda_stub import StubError, build, phase, requires_stub, run_on_stub
+from cuda_stub import CollectiveError, StubError, build, join, phase, requires_stub, run_on_stub
+from cuda_stub.inside import Session
+
+from opensora_sp.parallel import SequenceMesh
 
 pytestmark = requires_stub
 GIB = 2**30
@@ -172,20 +177,33 @@ def test_peaks_of_the_allocator_and_running_out_of_memory():
     assert [a.bytes for a in recording.allocations if a.kind == "oom"]
 
 
+class StubLaunch(ctypes.Structure):
+    """``struct stub_launch`` of the C side."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
 def on_grid_limits():
-    q = torch.zeros(1, 70_000, 8, 64, device="cuda", dtype=torch.bfloat16)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        try:
-            F.scaled_dot_product_attention(q, q, q)
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
+    launch, extents = Session.current.library.stub_launch, ctypes.c_uint * 3
+    sizes = [((65_535, 65_535, 2), 0), ((1, 1, 70_000), 0), ((1, 1, 1), 232_449)]
+    statuses = []
+    for grid, shared in sizes:
+        call = StubLaunch(b"kernel", extents(*grid), extents(128, 1, 1), shared, None)
+        statuses.append(launch(ctypes.byref(call)))
+    return statuses
 
 
-def test_a_grid_beyond_the_limits_is_refused():
+def test_launches_beyond_the_limits_are_refused():
     recording = run_on_stub(on_grid_limits)
-    (refused,) = recording.refused
-    assert refused.grid[2] == 70_000
-    assert recording.result == "CUDA error: invalid configuration argument"
+    assert recording.result == [0, 1, 1]
+    assert [launch.grid for launch in recording.launches] == [(65_535, 65_535, 2)]
+    assert [launch.grid[2] for launch in recording.refused] == [70_000, 1]
 
 
 def on_unknown_calls():
@@ -220,28 +238,87 @@ def test_failures_come_back(how, message):
         run_on_stub(on_failures, how, timeout=2)
 
 
-def test_the_library_is_built_once_for_its_sources(tmp_path, monkeypatch):
-    builds = []
-
-    def slow_build(folder):
-        builds.append(folder)
-        (folder / "libcuda.so.1").write_text(f"build {len(builds)}")
-        if len(builds) == 1:
-            # Another process begins and ends while this one builds.
-            assert (build.library() / "libcuda.so.1").read_text() == "build 2"
-
-    monkeypatch.setattr(build, "CACHE", tmp_path)
-    monkeypatch.setattr(build, "_build", slow_build)
-    assert (build.library() / "libcuda.so.1").read_text() == "build 2"
-    assert build.library() == build.library()
-    assert len(builds) == 2
-    assert len(list(tmp_path.iterdir())) == 1
-
-    monkeypatch.setattr(build, "_digest", lambda: "of-other-sources")
-    build.library()
-    assert len(builds) == 3
-
-
 def test_reasons_for_skipping_are_allowed():
     allowed = (build.HERE.parents[1] / ".ci" / "allowed_skips").read_text().splitlines()
     assert {build.NO_COMPILER, build.NO_CUDA_BUILD} <= set(allowed)
+
+
+# One rank of a world alone, with the rules of NCCL and gloo.
+
+
+def on_collectives():
+    join(world=8, rank=3)
+    mesh = SequenceMesh(sp_size=4)
+
+    a = torch.zeros(8, 6, device="cuda")
+    dist.all_to_all_single(torch.empty_like(a), a, [1, 2, 3, 2], [2, 2, 2, 2], group=mesh.sp_group)
+    work = dist.all_reduce(a, group=mesh.dp_group, async_op=True)
+    work.wait()
+
+    gathered = torch.zeros(16, device="cuda")
+    dist.all_gather_into_tensor(gathered, torch.tensor([1.0, 2.0]).cuda())
+    # Objects need a host group: their sizes are compared on the device, which computes nothing.
+    on_host = [None] * 4
+    dist.all_gather_object(on_host, "own", group=mesh.host_group)
+
+    total = torch.ones(3)
+    dist.all_reduce(total, group=mesh.host_group)
+    norm = torch.tensor([-3.0]).cuda()
+    dist.all_reduce(norm)
+    assert norm.tolist() == [0.0]
+    return gathered.cpu(), on_host, total, (mesh.sp_group.ranks, mesh.dp_group.ranks)
+
+
+def test_collectives_are_recorded_and_return_what_equal_ranks_would():
+    recording = run_on_stub(on_collectives)
+    gathered, on_host, total, ranks = recording.result
+    assert ranks == ((0, 1, 2, 3), (3, 7))
+    assert gathered.tolist() == [1.0, 2.0] * 8
+    assert on_host == ["own"] * 4
+    assert total.tolist() == [4.0] * 3
+
+    exchange, reduction, gather, *_ = recording.collectives
+    assert (exchange.name, exchange.group, exchange.ranks) == (
+        "all_to_all_single",
+        "device",
+        (0, 1, 2, 3),
+    )
+    assert (exchange.shapes, exchange.dtypes, exchange.bytes) == (((8, 6),), ("float32",), 192)
+    assert exchange.where.startswith("test_cuda_stub.py:")
+    assert (reduction.name, reduction.ranks) == ("all_reduce", (3, 7))
+    assert (gather.name, len(gather.ranks)) == ("all_gather_into_tensor", 8)
+    assert [c.group for c in recording.collectives[-4:]] == ["host"] * 3 + ["device"]
+
+
+def test_collectives_run_on_a_stream_of_their_group_and_work_is_waited_for():
+    recording = run_on_stub(on_collectives)
+    first = [(event.kind, event.stream) for event in recording.events[:4]]
+    own = first[1][1]
+    assert own != 0
+    assert first == [("record", 0), ("wait", own), ("record", own), ("wait", 0)]
+
+
+def on_wrong_tensors(what):
+    join(world=2)
+    mesh = SequenceMesh(sp_size=2)
+    on_device, on_host = torch.zeros(4, 2, device="cuda"), torch.zeros(4, 2)
+    group, tensor = {
+        "host tensor": (mesh.sp_group, on_host),
+        "device tensor": (mesh.host_group, on_device),
+        "strided": (mesh.sp_group, on_device.t()),
+    }[what]
+    with pytest.raises(CollectiveError) as caught:
+        dist.all_reduce(tensor, group=group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("host tensor", "got a tensor on cpu in a group for cuda"),
+        ("device tensor", "got a tensor on cuda in a group for cpu"),
+        ("strided", "got strides (1, 2), expected contiguous ones"),
+    ],
+)
+def test_tensors_that_a_group_cannot_send_raise(what, message):
+    assert message in run_on_stub(on_wrong_tensors, what).result

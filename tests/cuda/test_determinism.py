@@ -15,8 +15,8 @@ from cuda_stub import Recording, phase, requires_stub, run_on_stub
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
-from opensora_sp.models.conditioning import Text
-from opensora_sp.training.determinism import use_deterministic_kernels
+from opensora_sp.models.conditions import Text
+from opensora_sp.training.run import use_deterministic_kernels
 
 WIDTH = 144
 

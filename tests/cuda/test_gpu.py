@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import importlib.util
 import time
 
@@ -100,11 +102,14 @@ def test_captions_in_pieces(lengths: tuple[list[int], list[int]], dtype: torch.d
         assert (a.grad.double() - b.grad).norm() <= tolerance * b.grad.norm()
 
 
-def test_deterministic_gradients_are_the_same_bits() -> None:
+def test_deterministic_gradients_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the settings of ``deterministic=True`` that attention reads."""
     q, k, v = (
         torch.randn(4, 1024, 16, 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
+    # Else memory is filled with NaN before each kernel, which no run does.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)
     try:
         runs = [
@@ -117,27 +122,42 @@ def test_deterministic_gradients_are_the_same_bits() -> None:
         assert all(map(torch.equal, run, runs[0]))
 
 
+def output_and_gradients(model: torch.nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of the same small batch each time, on the model's device."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(1)
+    x, y = (
+        torch.randn(size, generator=generator).to(device, dtype)
+        for size in ((2, 4, 5, 8, 8), (2, 1, 6, 8))
+    )
+    output = model(x, torch.tensor([100.0, 900.0], device=device), y)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    return [output, *torch.autograd.grad(output.float().square().mean(), learned)]
+
+
 def test_compiled_blocks_on_cuda() -> None:
-    """With inductor, in bf16, as plain ones."""
+    """With inductor in bf16: as near to float32 as plain blocks are, gradient by gradient.
+
+    Gradients of queries are differences of nearly equal numbers, so that plain bf16 itself may be
+    off by more than any fixed bound.
+    """
     model = build_model(
         "STDiT3", hidden_size=144, depth=2, num_heads=2, caption_channels=8, model_max_length=6
     )
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    model = model.bfloat16()
+    exact = output_and_gradients(copy.deepcopy(model).cuda().float(), torch.float32)
 
-    model = model.cuda().bfloat16()
-    x, y = torch.randn(2, 4, 5, 8, 8, device="cuda"), torch.randn(2, 1, 6, 8, device="cuda")
-    results = []
-    for backend in (None, "inductor"):
-        if backend:
-            compile_blocks(model, backend=backend)
-        output = model(x, torch.tensor([100.0, 900.0], device="cuda"), y)
-        learned = [p for p in model.parameters() if p.requires_grad]
-        results.append([output, *torch.autograd.grad(output.square().mean(), learned)])
-
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours - theirs).float().norm() <= 5e-2 * theirs.float().norm() + 1e-6
+    model = model.cuda()
+    plain = output_and_gradients(model, torch.bfloat16)
+    compile_blocks(model, backend="inductor")
+    compiled = output_and_gradients(model, torch.bfloat16)
+    for wanted, without, found in zip(exact, plain, compiled, strict=True):
+        error, allowed = ((z.float() - wanted).norm() for z in (found, without))
+        assert error <= 2 * allowed + 1e-2 * wanted.norm() + 1e-6
 
 
 @pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
@@ -147,6 +167,8 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
     options = dict(
         hidden_size=576, depth=4, num_heads=8, caption_channels=64, model_max_length=20, **size
     )
+    # What is traced; a GPU may prefer cuDNN, which has workspaces of other sizes.
+    options["attention"] = "torch_flash"
     latents = (1, 4, 8, 32, 32)
     traced = trace_activations(
         name,
@@ -170,6 +192,11 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
         **{n: torch.ones(1) for n in model.sample_inputs},
     )
     inputs = {key: value.cuda() for key, value in inputs.items()}
+    # The prediction has cuBLAS's workspaces, of 32 MiB for forward and as much for backward, which
+    # stay allocated from the first product of a process on.
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     kept = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     model(torch.zeros(latents, device="cuda"), **inputs).square().mean().backward()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
-from opensora_sp.models.conditioning import Conditioning, Text
+from opensora_sp.models.conditions import Conditioning, Text
 from opensora_sp.models.functions import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
 from opensora_sp.parallel import SequenceMesh, parallelize
@@ -244,9 +244,9 @@ def test_any_run_of_rows_takes_its_samples_entries(layout: str, masked: bool) ->
         for stop in range(start, whole.total + 1):
             rows = whole.take(start, stop)
             weights = torch.randn(2, rows.count, rows.length, 8, dtype=torch.float64)
-            condition = Conditioning(
-                modulation, given, Text(torch.zeros(3, 8), [1, 1, 1])
-            ).temporal(rows)
+            condition = Conditioning(modulation, given, Text(torch.zeros(3, 8), [1, 1, 1])).of(
+                TEMPORAL, rows
+            )
             entries = condition.entries(torch.zeros(2, 8, dtype=torch.float64), 4, None)
             found = torch.stack([laid_out(entry, rows) for entry in entries])
 
@@ -292,38 +292,6 @@ def test_taking_distinct_entries() -> None:
         if index:
             inputs = (lambda x, places=places, dim=dim: take(x, places, dim)), x
             assert torch.autograd.gradcheck(*inputs) and torch.autograd.gradgradcheck(*inputs)
-
-
-def backward_on_the_device(name: str) -> None:
-    """Each model with frame masks, on two samples."""
-    options = dict(input_size=(3, 4, 6)) if name == "STDiT" else {}
-    if name == "windows":
-        name, options = "STDiT3", dict(kernel_size=(2, 2, -1), use_spatial_rope=True)
-    model = some(name, **options).cuda()
-    numbers = {number: torch.full((2,), 8.0).cuda() for number in model.sample_inputs}
-    x_mask = torch.tensor([[False, True, True], [True, True, True]]).cuda()
-    x, y = torch.randn(2, 4, 3, 4, 6).cuda(), torch.randn(2, 1, 6, 8).cuda()
-    with phase("forward"):
-        out = model(x, torch.tensor([10.0, 900.0]).cuda(), y, x_mask=x_mask, **numbers)
-    with phase("backward"):
-        out.square().sum().backward()
-
-
-@requires_stub
-@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3", "windows"])
-def test_kernels_of_a_backward_add_nothing_by_index(name: str) -> None:
-    kernels = run_on_stub(backward_on_the_device, name).in_phase("backward").kernels()
-    assert sum(kernels.values()) > 100
-    wrong = (
-        "indexfunc",
-        "index_add",
-        "indexadd",
-        "indexing_backward",
-        "index_put_with_sort",
-        "scatter_add",
-        "atomic",
-    )
-    assert not [kernel for kernel in kernels if any(part in kernel.lower() for part in wrong)]
 
 
 def weight_gradients_on_the_device() -> None:

@@ -1,93 +1,25 @@
 """Triton kernels under the stub of CUDA: what is launched. Values there are none, so tests set
 which kernels run: "triton" to record them, "torch" to record the reference."""
 
-import logging.handlers
-import time
-from types import SimpleNamespace
-
 import pytest
 import torch
 from cuda_cases import cache
 from cuda_stub import join, phase, requires_stub, run_on_stub
-from planted_kernels import SIZES, plant
 from runs import TRAIN, write_toy_set
 
+from opensora_sp import device_verification
 from opensora_sp.config import load_train_config
-from opensora_sp.device_verification import choose_kernels, kernels
-from opensora_sp.models.kernels import chosen, set_kernels
-from opensora_sp.models.kernels.examples import Sizes, kernel_names
-from opensora_sp.models.kernels.verification import verify_kernel
+from opensora_sp.models.kernels import set_kernels
+from opensora_sp.models.kernels.examples import kernel_names
 
 pytestmark = [requires_stub, pytest.mark.slow]
 
 NO_EPILOGUE, GELU_BIAS = 1, 36  # cublasLtEpilogue_t
-MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
-
-
-def scale():
-    """The reference by "torch", the Triton kernel by "triton"; the choice without a setting."""
-    from scaled_copy import scaled_copy
-
-    x = torch.zeros(3000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    choices = []
-    for setting in ("auto", "torch", "triton"):
-        set_kernels(setting)
-        phase(setting)
-        choices.append(chosen("scaled_copy", x))
-        y = scaled_copy(x, 0.5) if choices[-1] else x * 0.5
-        y.sum().backward()
-    phase("end")
-    return tuple(choices)
-
-
-def test_the_setting_decides_what_is_launched():
-    recording = run_on_stub(scale, env=cache())
-    assert recording.result == (False, False, True)
-    for setting, launches in (("auto", 0), ("torch", 0), ("triton", 2)):
-        names = [launch.name for launch in recording.in_phase(setting).launches]
-        assert names.count("scale_kernel") == launches, names
-        assert not recording.in_phase(setting).syncs
-
-
-def scaled(x, factor):
-    from scaled_copy import scaled_copy
-
-    return scaled_copy(x, 0.5) + 0 * factor
-
-
-def verify():
-    """A Triton kernel is verified on the device, and has no values there."""
-    import planted_kernels
-
-    planted_kernels.FAULTS["scaled"] = scaled
-    plant("scaled")
-    device = torch.device("cuda")
-    phase("verify")
-    found = verify_kernel("planted", SIZES, torch.bfloat16, device)
-    phase("choose")
-    kernels.kernel_names = lambda: ["planted"]
-    messages = logging.handlers.BufferingHandler(100)
-    kernels.logger.addHandler(messages)
-    used = choose_kernels("auto", MODEL, dtype=torch.bfloat16, device=device)
-    phase("end")
-    return [one.ok for one in found], used, [one.getMessage() for one in messages.buffer]
-
-
-def test_verification_launches_forward_and_backward_and_refuses_garbage(tmp_path):
-    recording = run_on_stub(verify, env=cache() | {"XDG_CACHE_HOME": str(tmp_path)})
-    oks, used, messages = recording.result
-    assert not all(oks)
-    assert used == {"planted": "torch"}
-    assert "kernel planted is replaced by plain torch" in messages[0]
-
-    # Forward and backward, in bf16 and in float32.
-    names = [launch.name for launch in recording.in_phase("verify").launches]
-    assert names.count("scale_kernel") == 4, names
 
 
 def linear_gelu_without_gradients():
     """In 16 bits, with no token, in fp32, with weights in fp32 under autocast; with gradients."""
-    from opensora_sp.models.kernels import linear_gelu
+    from opensora_sp.models.kernels.fused import linear_gelu
 
     set_kernels("triton")
     x, weight, bias = (
@@ -131,7 +63,7 @@ def train(config, setting):
     from opensora_sp.training.preflight import preflight
     from opensora_sp.training.trainer import Trainer
 
-    kernels.verify_kernel = lambda *args: []
+    device_verification.verify_kernel = lambda *args: []
     join(world=2)
     options = ["precision=bf16", "num_workers=0", f"kernels={setting}"]
     cfg = load_train_config(config, options)
@@ -157,31 +89,3 @@ def test_a_step_of_training_launches_the_kernels_of_its_config(setting, tmp_path
     names = {launch.name for launch in recording.in_phase("step").launches}
     own = [name for name in names if name.isidentifier() and name.endswith("kernel")]
     assert bool(own) == (setting == "triton"), names
-
-
-def verify_all():
-    """The kernels of the project for the widths of XL/2; what they raise on the device."""
-    device, sizes = torch.device("cuda"), Sizes(width=1152, heads=16, hidden=4608)
-    found = {}
-    for name in kernel_names():
-        phase(name)
-        verify_kernel(name, sizes, torch.bfloat16, device)
-        phase(f"{name} again")
-        start = time.process_time()
-        verify_kernel(name, sizes, torch.bfloat16, device)
-        found[name] = time.process_time() - start
-    phase("end")
-    return found
-
-
-def test_all_kernels_are_verified_within_seconds():
-    recording = run_on_stub(verify_all, env=cache(), timeout=500)
-    assert set(recording.result) == set(kernel_names())
-    # Less what the compiler takes the first time.
-    assert sum(recording.result.values()) < 10, recording.result
-    for name in recording.result:
-        launches = [launch.name for launch in recording.in_phase(name).launches]
-        own = [one for one in launches if one.isidentifier()]  # torch's have types in their names
-        assert len(own) >= 2, launches
-    # As in sampling.
-    assert GELU_BIAS in {product.epilogue for product in recording.in_phase("gelu").gemms}

@@ -13,8 +13,8 @@ import torch
 from cuda_stub import join, phase, requires_stub, run_on_stub
 
 from opensora_sp.models.registry import model_class, resolve_config
-from opensora_sp.training.ema import ShardedEma
 from opensora_sp.training.sync_check import PIECE, SyncCheck
+from opensora_sp.training.trainable import ShardedEma
 
 pytestmark = requires_stub
 LIMIT = 300

@@ -21,7 +21,8 @@ from opensora_sp.encoders import OpenSoraVAE, OpenSoraVAEv13, T5TextEncoder
 from opensora_sp.encoders.loading import FrozenEncoder
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.planner import BatchSpec, plan
+from opensora_sp.planner.batches import BatchSpec
+from opensora_sp.planner.run_plan import plan
 from opensora_sp.planner.sampling_memory import EncoderTracer
 from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline
@@ -117,15 +118,6 @@ def test_the_release_samples_within_12_gb(resolution: str) -> None:
         print(f"{resolution} {name}: {counted / 1e9:.3f} GB, predicted {predicted / 1e9:.3f}")
         assert counted < MEMORY
         assert 0.95 < predicted / counted < 1.05, (name, predicted, counted)
-
-
-@pytest.mark.slow
-def test_weights_that_stay_on_the_device_do_not_fit_it() -> None:
-    """As without a placement: the text encoder alone leaves no room for the others."""
-    (estimate,) = plan(config("240p"), 1).buckets
-    assert estimate.sampling is not None and estimate.sampling.peak > MEMORY
-    with pytest.raises(Exception, match="out of memory"):
-        run_on_stub(on_sampling, "240p", 80e9, memory=int(MEMORY), timeout=900)
 
 
 def on_decoding(size: tuple[int, int]) -> int:

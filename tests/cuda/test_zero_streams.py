@@ -19,14 +19,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cuda_stub import requires_stub, run_on_stub
-from stream_checker import StreamChecker, start_group
+from cuda_stub import join, requires_stub, run_on_stub
+from stream_checker import StreamChecker
 from torch import Tensor, nn
 
 from opensora_sp.parallel import shutdown_process_group
 from opensora_sp.plugin._colossalai import LowLevelZeroOptimizer, colossalai
 from opensora_sp.plugin.local_gradients import AccumulatingZeroOptimizer, LocalGradients
-from opensora_sp.plugin.optimizer import SequenceZeroOptimizer
+from opensora_sp.plugin.zero_optimizer import SequenceZeroOptimizer
 
 
 class Model(nn.Module):
@@ -74,7 +74,7 @@ def on_meaningless_values(base: type) -> type:
 
 
 ZERO = "zero/low_level/low_level_optim.py"
-OURS = "plugin/optimizer.py"
+OURS = "plugin/zero_optimizer.py"
 
 # What orders the streams: an owner, its method, and the file from which it is called.
 FAULTS: dict[str, list[tuple[Any, str, str]]] = {
@@ -162,7 +162,7 @@ def on_streams(
     optimizer_class: type = SequenceZeroOptimizer,
 ) -> list[list[list[str]]]:
     """The races of every run of every case, as one rank of ``world``."""
-    start_group(world // 3, world)
+    join(world=world, rank=world // 3)
     checker = StreamChecker()
 
     found = []

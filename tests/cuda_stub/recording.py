@@ -105,7 +105,7 @@ class Recording:
     @property
     def streams(self) -> set[int]:
         """Streams that work was put on; 0 is the default stream."""
-        work = (*self.launches, *self.gemms, *self.dnn_plans, *self.copies)
+        work = (*self.launches, *self.gemms, *self.dnn_plans, *self.copies, *self.memsets)
         return {record.stream for record in work}
 
     def peak(self, phase: str) -> Memory:
@@ -137,78 +137,35 @@ def read(file: Path) -> Recording:
     # A process that crashed may have left half a line at the end.
     for line in file.read_text(errors="replace").split("\n")[:-1]:
         kind, phase, stream, *columns = line.split("\t")
-        common = (phase, int(stream))
-        _READERS.get(kind, _ignore)(recording, common, columns)
+        _add(recording, kind, (phase, int(stream)), columns)
     return recording
 
 
-def _launch(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.launches.append(_launch_of(common, columns))
-
-
-def _refused(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.refused.append(_launch_of(common, columns))
-
-
-def _launch_of(common: tuple[Any, ...], columns: list[str]) -> Launch:
-    x, y, z, bx, by, bz, shared = map(int, columns[:7])
-    return Launch(*common, (x, y, z), (bx, by, bz), shared, demangle(columns[7]))
-
-
-def _gemm(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    call, dtype, reduced, epilogue = columns
-    recording.gemms.append(Gemm(*common, call, dtype, reduced == "1", int(epilogue)))
-
-
-def _dnn(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.dnn_plans.append(Record(*common))
-
-
-def _copy(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    kind, size, call, pinned, where = columns
-    recording.copies.append(Copy(*common, kind, int(size), call == "async", pinned == "1", where))
-
-
-def _memset(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.memsets.append(Memset(*common, int(columns[0])))
-
-
-def _sync(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.syncs.append(Sync(*common, *columns))
-
-
-def _event(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    recording.events.append(Event(*common, columns[0], int(columns[1])))
-
-
-def _allocation(kind: str) -> Any:
-    def reader(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-        recording.allocations.append(Allocation(*common, kind, int(columns[0]), int(columns[1])))
-
-    return reader
-
-
-def _unknown(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    name, where = columns
-    recording.unknown.append(f"{name} at {where or '(no Python frame)'}")
-
-
-def _ignore(recording: Recording, common: tuple[Any, ...], columns: list[str]) -> None:
-    """Lines that nothing asks for."""
-
-
-_READERS: dict[str, Any] = {
-    "launch": _launch,
-    "refused": _refused,
-    "gemm": _gemm,
-    "dnn": _dnn,
-    "copy": _copy,
-    "memset": _memset,
-    "sync": _sync,
-    "event": _event,
-    "unknown": _unknown,
-    **{kind: _allocation(kind) for kind in ("malloc", "free", "oom", "pinned")},
-}
+def _add(recording: Recording, kind: str, common: tuple[str, int], columns: list[str]) -> None:
+    """One line of the record, whose columns the C side writes in this order."""
+    match kind, columns:
+        case (("launch" | "refused"), [*numbers, name]):
+            x, y, z, bx, by, bz, shared = map(int, numbers)
+            launch = Launch(*common, (x, y, z), (bx, by, bz), shared, demangle(name))
+            (recording.launches if kind == "launch" else recording.refused).append(launch)
+        case "gemm", [call, dtype, reduced, epilogue]:
+            gemm = Gemm(*common, call, dtype, reduced == "1", int(epilogue))
+            recording.gemms.append(gemm)
+        case "dnn", _:
+            recording.dnn_plans.append(Record(*common))
+        case "copy", [direction, size, call, pinned, where]:
+            copy = Copy(*common, direction, int(size), call == "async", pinned == "1", where)
+            recording.copies.append(copy)
+        case "memset", [size, _]:
+            recording.memsets.append(Memset(*common, int(size)))
+        case "sync", _:
+            recording.syncs.append(Sync(*common, *columns))
+        case "event", [action, event]:
+            recording.events.append(Event(*common, action, int(event)))
+        case (("malloc" | "free" | "oom" | "pinned"), [size, in_use]):
+            recording.allocations.append(Allocation(*common, kind, int(size), int(in_use)))
+        case "unknown", [name, where]:
+            recording.unknown.append(f"{name} at {where or '(no Python frame)'}")
 
 
 @functools.cache

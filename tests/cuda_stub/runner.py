@@ -38,8 +38,6 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         # The stub's cuDNN is older than the headers that torch was compiled with.
         "PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK": "1",
-        # Compile in the process that loads the stub, not in workers.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     env.pop("CUDA_VISIBLE_DEVICES", None)
     return env

@@ -34,9 +34,6 @@ def _preload() -> None:
     for module in ("opensora_sp.training.trainer", "opensora_sp.sampling.run"):
         importlib.import_module(module).choose_attention = lambda *args, **options: None
 
-    # Nothing is measured under the stub, so one variant of each kernel is compiled.
-    importlib.import_module("torch._inductor.config").triton.autotune_pointwise = False
-
     # Collections of garbage in the children pass over what was imported.
     gc.collect()
     gc.freeze()

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from opensora_sp.device_verification import attention as verification
-from opensora_sp.device_verification import choose_attention, verdicts
+from opensora_sp import device_verification as verification
+from opensora_sp.device_verification import choose_attention
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import choose_backends
 from opensora_sp.models.attention_table import HOPPER, Platform, Sequences
+from opensora_sp.models.kernels import verification as kernel_verification
 from opensora_sp.models.kernels.verification import compare
 
 LENGTHS = {"spatial": [256], "temporal": [16], "cross": [6]}
@@ -45,13 +46,13 @@ def chosen_on_rank(fault: str, folder: str) -> tuple[str, list[str]]:
 
     platform = Platform(HOPPER, cudnn=0 if fault == "missing" else 91501)
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
-    module._sdpa_rows, verification.compare = rows, on_cpu
+    module._sdpa_rows, kernel_verification.compare = rows, on_cpu
     Platform.of = lambda device, deterministic: platform
     processors = SimpleNamespace(multi_processor_count=132)
     torch.cuda.get_device_properties = lambda device: processors
     verification.device_facts = lambda device: {"device": "a CPU"}
     verification.run_lengths = lambda *args: LENGTHS
-    verdicts._check_device = lambda *args: None
+    verification._check_device = lambda *args: None
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -68,7 +69,7 @@ def test_what_is_wrong_on_one_rank_is_left_out_on_all(fault: str, tmp_path: Any)
     for name, warnings in run_ranks(2, chosen_on_rank, fault, str(tmp_path)):
         assert name == "torch_flash"
         (warning,) = warnings
-        assert "spatial attention by cuDNN: on rank 1: " in warning
+        assert "(cuDNN: on rank 1: " in warning
     # The rank that has passed waits for the one that compares again.
     for name, warnings in run_ranks(2, chosen_on_rank, "none", str(tmp_path)):
         assert name == "cudnn" and not warnings

@@ -95,32 +95,6 @@ def test_encoded_texts_of_other_lengths() -> None:
             )
 
 
-# Windows, positions of frame, line and column.
-V13 = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, qk_norm=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True], ids=["whole clips", "video mask"])
-@pytest.mark.parametrize("config", [{}, V13], ids=["plain", "windows, 3D rotary positions"])
-def test_windows_and_masks(config: dict, masked: bool) -> None:
-    """The groups of tokens inside of masks differ from batch to batch."""
-    options = dict(hidden_size=24, depth=DEPTH, num_heads=2, caption_channels=8, model_max_length=6)
-    model = build_model("STDiT3", **options, **config)
-    plain = copy.deepcopy(model)
-    compile_blocks(model, backend="eager")
-    x, t, size = torch.randn(2, 4, 3, 8, 8), torch.tensor([10.0, 900.0]), torch.tensor([8.0, 16.0])
-    numbers = dict(fps=size, height=size, width=size)
-
-    for lines, recomputed in ((6, False), (4, True)):
-        if masked:
-            numbers["video_mask"] = torch.zeros(2, 3, 8, 8, dtype=torch.bool)
-            numbers["video_mask"][0, :2, :lines] = numbers["video_mask"][1, :, :, :4] = True
-        model.set_grad_checkpoint(recomputed)
-        wanted, found = (one(x, t, torch.ones(2, 1, 6, 8), **numbers) for one in (plain, model))
-        found.sum().backward()
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-
-
 class Around(torch.nn.Module):
     """Has the attributes of what it holds, as peft's wrappers do."""
 

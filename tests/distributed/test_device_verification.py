@@ -10,8 +10,9 @@ import torch.distributed as dist
 from planted_kernels import plant
 from ranks import run_ranks
 
-from opensora_sp.device_verification import choose_kernels, kernels, verdicts
-from opensora_sp.models.kernels import selection
+from opensora_sp import device_verification as verification
+from opensora_sp.device_verification import choose_kernels
+from opensora_sp.models.kernels import fused
 from opensora_sp.models.kernels.verification import verify_kernel
 
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
@@ -31,25 +32,25 @@ def choose(setting, fault_of_rank, folder):
     """Choices, messages and error of a rank, whose device is the CPU; two kernels, alike."""
     plant(fault_of_rank[dist.get_rank()])
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{dist.get_rank()}"
-    kernels.kernel_names = lambda: ["other", "planted"]
-    kernels.device_facts = lambda device: {"device": "a CPU"}
-    kernels.obstacle = lambda device: None
-    verdicts._check_device = lambda *args: None
+    verification.kernel_names = lambda: ["other", "planted"]
+    verification.device_facts = lambda device: {"device": "a CPU"}
+    verification.obstacle = lambda device: None
+    verification._check_device = lambda *args: None
 
     def verify(name, sizes, dtype, device):
         return verify_kernel(name, sizes, dtype, CPU) if name == "planted" else []
 
-    kernels.verify_kernel = verify
+    verification.verify_kernel = verify
     messages = Messages()
-    kernels.logger.addHandler(messages)
-    kernels.logger.setLevel(logging.INFO)
+    verification.logger.addHandler(messages)
+    verification.logger.setLevel(logging.INFO)
 
     used, error = None, None
     try:
         used = choose_kernels(setting, MODEL, dtype=torch.float32, device=torch.device("cuda"))
     except ValueError as raised:
         error = str(raised)
-    return used, dict(selection._verified), messages.texts, error
+    return used, dict(fused._verified), messages.texts, error
 
 
 @pytest.mark.parametrize("fault", ["gradient", "error"])

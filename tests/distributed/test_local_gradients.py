@@ -16,6 +16,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.plugin.local_gradients import LocalGradients
+
 LR, MOMENTUM, MAX_NORM, DECAY, STEPS, BATCH = 0.05, 0.9, 0.3, 0.8, 3, 9
 # The samples of each step's micro-batches on each rank; some have none, in one step all but one.
 SHARES = {
@@ -113,7 +115,7 @@ def boosted(
 
 def steps(stage: int, precision: str, clips: bool, dtype: torch.dtype, **options: Any) -> Any:
     """All steps of this rank; the model, the optimizer and the EMA weights."""
-    from opensora_sp.training.ema import ShardedEma
+    from opensora_sp.training.trainable import ShardedEma
 
     world, rank = dist.get_world_size(), dist.get_rank()
     model = Net(dtype)
@@ -399,3 +401,18 @@ def test_how_gradients_are_accumulated(tmp_path: Path) -> None:
 
 def test_parity_fails_with_faults() -> None:
     run_ranks(2, faults_are_noticed)
+
+
+def test_a_piece_of_one_column_is_sent_without_strides() -> None:
+    """NCCL takes dense tensors alone; gloo copies others."""
+    sent: list[Tensor] = []
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(dist, "reduce_scatter_tensor", lambda out, given: sent.append(given)),
+    ):
+        gradients = LocalGradients([nn.Parameter(torch.zeros(6))])
+        gradients.sums.copy_(torch.arange(6.0).view(2, 3))
+        gradients.reduce(max_elements=4)
+    assert [piece.tolist() for piece in sent] == [[0, 1, 3, 4], [2, 5]]
+    assert all(piece.is_contiguous() for piece in sent)

@@ -253,9 +253,11 @@ def test_adapters_are_merged_for_sampling_conversion_and_evaluation(
     assert len({one["checkpoint_sha256"] for one in (ours, twice, without)}) == 3
     assert without["bytes"] != ours["bytes"] and "lora" not in without
 
-    command = ["convert", base, tmp_path / "merged", "--ema", "--merge-lora", run]
+    command = ["convert", base, tmp_path / "merged", "--merge-lora", run]
     done = run_forked(BIN / "opensora-sp", *command)
     assert done.returncode == 0, done.stderr
+    assert "28 adapters of" in done.stderr and "ema, scale 1" in done.stderr
+    assert "EMA weights where there are any" in done.stdout
     merged = sample(folder, tmp_path / "converted", tmp_path / "merged")
     assert merged["bytes"] == ours["bytes"]
     # Adapters are for the weights before the merge.

@@ -7,7 +7,6 @@ The elementwise terms themselves are compared with the reference values in the g
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 from parity_cases import Case, make_inputs, make_model
 from ranks import run_ranks
-from runs import TRAIN, run_forked, write_random_model, write_toy_set
-from safetensors.torch import load_file
+from runs import write_random_model
 from window_cases import MIXED, WindowCase
 
 from opensora_sp.config import load_inference_config
@@ -27,7 +25,6 @@ from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.engine import Shard
 from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline
-from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.core
 PROCESSES = [
@@ -241,43 +238,3 @@ def test_predictions_for_padding_and_conditioning_frames_do_not_count(
         )
 
     assert torch.equal(*losses)
-
-
-CONDITIONED = """
-model.update(type="STDiT2", pred_sigma=True, qk_norm=True)
-scheduler = dict(type="iddpm")
-mask_ratios = dict(image_head=0.3, intepolate=0.2, quarter_head_tail=0.2, random=0.1)
-max_steps = 4
-ckpt_every = 2
-"""
-
-
-@pytest.mark.slow
-def test_training_with_iddpm_and_frame_masks_resumes_bit_by_bit(tmp_path: Path) -> None:
-    """STDiT2 on two processes that share every clip; the run is cut after two of four steps."""
-    manifest = write_toy_set(tmp_path, 8)
-    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)) + CONDITIONED)
-
-    def train(name: str, *more: str) -> list[float]:
-        options = ("--cfg-options", f"outputs={tmp_path / name}", *more)
-        done = run_forked("scripts/train.py", tmp_path / "config.py", *options, ranks=2)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [line["loss"] for line in read_metrics(tmp_path / name)]
-
-    whole = train("whole")
-    assert len(whole) == 4 and all(0 < loss < 20 for loss in whole)
-    shutil.copytree(tmp_path / "whole" / "step_00000002", tmp_path / "cut" / "step_00000002")
-    assert train("cut", "--resume", "auto") == whole[2:]
-    for part in ("model/model", "ema/model", "optimizer"):
-        ours, theirs = (
-            load_file(tmp_path / run / "step_00000004" / f"{part}.safetensors")
-            for run in ("cut", "whole")
-        )
-        assert ours.keys() == theirs.keys() and all(
-            torch.equal(ours[name], theirs[name]) for name in theirs
-        )
-    start, end = (
-        load_file(tmp_path / "whole" / f"step_0000000{i}" / "model/model.safetensors")
-        for i in (2, 4)
-    )
-    assert not torch.equal(start["final_layer.linear.weight"], end["final_layer.linear.weight"])

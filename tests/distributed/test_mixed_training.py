@@ -62,21 +62,7 @@ def test_a_degree_for_each_micro_batch_trains_as_one_process(folder: Path) -> No
     alone = losses(folder / "alone")
     assert len(alone) == STEPS and len(set(alone)) == STEPS
     assert_same_training(folder / "auto2", folder / "alone")
-
-
-def test_the_log_names_share_degree_and_idle_time_of_buckets(folder: Path) -> None:
-    for line in read_metrics(folder / "auto2"):
-        shares = {name: one for name, one in line.items() if name.startswith("share/")}
-        assert sum(shares.values()) == pytest.approx(1)
-        idle = sum(one for name, one in line.items() if name.startswith("idle/"))
-        assert 0 <= idle < 1
-        for name in shares:
-            degree = line[name.replace("share", "degree")]
-            assert degree == 2 if name in ("share/144p x 3", "share/256 x 3") else 1 <= degree <= 2
-
-    log = (folder / "auto2" / "train.log").read_text()
-    assert log.count("buckets by predicted time: ") == STEPS
-    assert "processes in groups of 1, 2" in log
+    assert "processes in groups of 1, 2" in (folder / "auto2" / "train.log").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.rank_groups import RankGroup, nested_groups
 from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.runtime.collective_recorder import CollectiveRecorder
-from opensora_sp.training.meter import Meter
+from opensora_sp.training.step_log import Meter
 from opensora_sp.training.sync_check import SyncCheck
 
 WRONG = 1.01  # a weight of losses
@@ -133,7 +133,7 @@ def optimizer_steps(seed: int, output: str, stage: int) -> float:
     """The largest relative difference of weights and EMA weights after two steps of ZeRO."""
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
-    from opensora_sp.training.ema import ShardedEma
+    from opensora_sp.training.trainable import ShardedEma
 
     # Without master weights, the weights themselves are stepped in their float64.
     plugin = SequenceParallelPlugin(

@@ -28,13 +28,12 @@ from open_sora_configs import (
     V1_3_NOISE,
 )
 from ranks import run_ranks
-from runs import ROOT, write_toy_set
+from runs import write_toy_set
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.config import dump_config, load_either, load_inference_config, load_train_config
 from opensora_sp.config.draft import Draft
-from opensora_sp.config.legacy import RULES, Rule
-from opensora_sp.config.translate import translate
+from opensora_sp.config.open_sora import RULES, Rule, translate
 from opensora_sp.data import Entry, Manifest, write_manifest
 from opensora_sp.models import build_model
 
@@ -202,22 +201,6 @@ def test_a_config_for_another_model_is_refused_for_that_reason_alone(
     assert findings[0].endswith(f"other.py:{line}]")
 
 
-def test_what_the_readmes_say_of_configs_that_load(tmp_path: Path) -> None:
-    """One of three stage configs names its clips, the others load once the manifest is set.
-
-    Both READMEs say so.
-    """
-    write(tmp_path, v10=V1_0, v11=V1_1, v12=V1_2)
-    load_train_config(tmp_path / "v10.py")
-    for name in ("v11", "v12"):
-        with pytest.raises(ValueError, match="expected a manifest") as error:
-            load_train_config(tmp_path / f"{name}.py")
-        assert len(str(error.value).splitlines()) == 2
-        load_train_config(tmp_path / f"{name}.py", ["dataset.manifest=x.csv"])
-    for page in ("README.md", "README_zh.md"):
-        assert "`--cfg-options dataset.manifest=FILE`" in (ROOT / page).read_text(encoding="utf-8")
-
-
 def test_a_sampling_config_loads_as_it_is(tmp_path: Path) -> None:
     write(tmp_path, sample=SAMPLING)
     cfg = load_inference_config(tmp_path / "sample.py")
@@ -287,7 +270,7 @@ def test_what_becomes_of_each_key(old: str, value: Any, rest: dict, expected: di
 def test_keys_that_are_kept_are_known(tmp_path: Path) -> None:
     """``KEPT`` and the rules cover every key of the configs above; kept keys are keys of ours."""
     from opensora_sp.config import InferenceConfig, TrainConfig
-    from opensora_sp.config.files import read_config
+    from opensora_sp.config.config_file import read_config
 
     configs = dict(v10=V1_0, v11=V1_1, v12=V1_2, v13=V1_3, sample=SAMPLING, i2v=SAMPLING_1_3)
     configs |= dict(adapt=V1_3_ADAPT, evaluation=V1_3_EVAL)

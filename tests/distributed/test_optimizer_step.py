@@ -95,7 +95,7 @@ def boosted(
 ) -> tuple[Parameters, Any, Any]:
     from opensora_sp.plugin import SequenceParallelPlugin, plugin
     from opensora_sp.plugin._colossalai import Booster
-    from opensora_sp.training.ema import ShardedEma
+    from opensora_sp.training.trainable import ShardedEma
 
     # It refuses fp16 on a CPU.
     plugin._check_arguments = lambda *args: None

@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from runs import write_training
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from opensora_sp.config.optimizer import STATES, Optimizer
+from opensora_sp.config.optimizer_options import STATES, Optimizer
 from opensora_sp.planner.memory import ModelSizes, Persistent, Zero
 from opensora_sp.training.trainable import make_optimizer
 
@@ -211,39 +209,3 @@ def test_no_state_of_whole_weights_is_kept(case: str) -> None:
 
 def test_every_optimizer_of_torch_is_a_case() -> None:
     assert {case.partition(" ")[0] for case in CASES} == set(STATES) - {"HybridAdam"}
-
-
-def train(config: Path, options: list[str], resume: str | None) -> None:
-    from opensora_sp.config import load_train_config
-    from opensora_sp.plugin import current_device, launch
-    from opensora_sp.training.preflight import preflight
-    from opensora_sp.training.trainer import Trainer
-
-    launch(0)
-    cfg = load_train_config(config, options)
-    dataset, checkpoint = preflight(cfg, resume)
-    Path(cfg.outputs).mkdir(exist_ok=True)
-    Trainer(cfg, dataset, checkpoint, current_device()).train(Path(cfg.outputs))
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_a_run_with_its_schedule_resumes_bit_by_bit(tmp_path: Path) -> None:
-    config = write_training(tmp_path, 7)
-    options = ["optimizer.type=NAdam", "optimizer.weight_decay=0.1", "lr_schedule=linear"]
-    options += ["ema_warmup=False", "ema_decay=0.9", "max_steps=4", "ckpt_every=2"]
-    run_ranks(2, train, config, [*options, f"outputs={tmp_path / 'whole'}"], None)
-    half = str(tmp_path / "whole" / "step_00000002")
-    run_ranks(2, train, config, [*options, f"outputs={tmp_path / 'resumed'}"], half)
-
-    for part in ("model/model", "ema/model", "optimizer"):
-        whole, resumed = (
-            load_file(tmp_path / name / "step_00000004" / f"{part}.safetensors")
-            for name in ("whole", "resumed")
-        )
-        assert whole.keys() == resumed.keys()
-        assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-
-    other = [*options, "optimizer.type=RAdam", f"outputs={tmp_path / 'other'}"]
-    with pytest.raises(AssertionError, match="'RAdam', which keeps .* to resume from"):
-        run_ranks(2, train, config, other, half)

@@ -165,12 +165,10 @@ def planned_models() -> None:
     for block in blocks:
         exec(block, space)
     with CommLedger() as counter:
-        compare(
-            space["MyDiT"]().double(),
-            mesh,
-            torch.randn(3, 4, 5, 3, 3).double(),
-            torch.rand(3, 5).double(),
-        )
+        # A clip, two frames and an image, in which ranks have no frame or no patch.
+        for samples, frames, side in ((3, 5, 3), (2, 2, 3), (2, 1, 2), (1, 3, 1)):
+            video = torch.randn(samples, 4, frames, side, side).double()
+            compare(space["MyDiT"]().double(), mesh, video, torch.rand(samples, frames).double())
 
     assert counter.calls["switch", "backward"]
     checkpointed(space["MyDiT"], mesh)

@@ -17,7 +17,7 @@ from window_cases import MIXED, Sizes, WindowCase
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh
-from opensora_sp.parallel.cost_model import CostModel, FewUnitsCosts
+from opensora_sp.parallel.strategies import few_units
 
 pytestmark = pytest.mark.core
 EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
@@ -97,7 +97,7 @@ def check_other_ways(case: WindowCase, parity: Parity) -> None:
 
 
 def compare_on_ranks(sp_sizes: list[int]) -> list[tuple[float, int]]:
-    CostModel.few_units = lambda *_, **__: FewUnitsCosts(whole=1.0, heads=0.0)
+    few_units.few_units_costs = lambda *_, **__: few_units.FewUnitsCosts(whole=1.0, heads=0.0)
     found = []
     for sp_size in sp_sizes:
         parity = Parity(SequenceMesh(sp_size=sp_size))

@@ -43,7 +43,7 @@ from opensora_sp.parallel.strategies import (
     register_strategy,
     strategy_for,
 )
-from opensora_sp.parallel.strategies.base import SelfAttention
+from opensora_sp.parallel.strategies.strategy import SelfAttention
 from opensora_sp.planner.traffic import traffic
 
 pytestmark = pytest.mark.core

@@ -14,13 +14,12 @@ from ranks import run_ranks
 from runs import losses, run, run_forked, write_training
 from safetensors.torch import load_file
 
-from opensora_sp.checkpoint import Part, check_model_config, committed_checkpoints, verify
+from opensora_sp.checkpoint import Part, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.config.schedule import learning_rate
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.run_lock import RunLock
+from opensora_sp.training.checkpointing import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.preflight import preflight
-from opensora_sp.training.resuming import agree_on, choose_checkpoint, find_checkpoint
 from opensora_sp.training.run import _locked
 
 
@@ -82,7 +81,7 @@ def test_a_run_leaves_everything_behind(whole: Path) -> None:
         "broken_clips"
     ]
     log = (whole / "train.log").read_text()
-    assert "skipped a clip that cannot be read" in log
+    assert "skipped a clip: " in log
     assert log.count("kernels: plain torch (the device is cpu)") == 1
     state = json.loads((whole / "step_00000006" / "state.json").read_text())
     assert set(state["kernels"].values()) == {"torch"}
@@ -162,38 +161,6 @@ def test_nothing_is_left_to_do_at_the_end_of_a_run(
     assert {name: (outputs / name).read_bytes() for name in untouched} == before
 
 
-@pytest.mark.slow
-def test_resume_in_bf16_keeps_the_fp32_weights(config: Path, whole: Path, tmp_path: Path) -> None:
-    straight, cut = tmp_path / "straight", tmp_path / "cut"
-    bf16 = ("precision=bf16", "zero_stage=1", f"load={whole}")
-    train(config, straight, *bf16)
-    shutil.copytree(straight / "step_00000003", cut / "step_00000003")
-    train(config, cut, *bf16, "--resume", "auto")
-    assert losses(cut) == losses(straight)[3:]
-    assert_same_weights(cut, straight)
-    ours, theirs = weights(cut / "step_00000006"), weights(whole / "step_00000006")
-    # Not trained, and not rounded either.
-    for name in (
-        "model/model:y_embedder.y_embedding",
-        "ema/model:rope.freqs",
-    ):
-        assert torch.equal(ours[name], theirs[name])
-
-
-@pytest.mark.slow
-@pytest.mark.core
-# 2 micro-batches a step: one of 3 replicas waits.
-@pytest.mark.parametrize(("ranks", "sp_size"), [(3, 3), (3, 1)])
-def test_resume_with_another_number_of_processes(
-    config: Path, whole: Path, tmp_path: Path, ranks: int, sp_size: int
-) -> None:
-    outputs = tmp_path / "run"
-    train(
-        config, outputs, f"sp_size={sp_size}", "--resume", str(whole / "step_00000003"), ranks=ranks
-    )
-    assert losses(outputs) == pytest.approx(losses(whole)[3:], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "resume", "message"),
     [
@@ -258,31 +225,6 @@ def test_a_folder_that_had_checkpoints_is_not_taken_for_a_new_one(
         preflight(load_train_config(config, [f"outputs={tmp_path}"]), None)
 
 
-def test_damaged_and_half_written_checkpoints_are_not_used(whole: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(whole, copy)
-    newest = copy / "step_00000006"
-    state, commit = (newest / "state.json").read_bytes(), (newest / "COMMIT").read_bytes()
-    (newest / "COMMIT").unlink()
-    assert find_checkpoint(copy, "auto") == copy / "step_00000003"
-    (newest / "COMMIT").write_bytes(commit)
-    (newest / "state.json").write_bytes(state.replace(b"42", b"43"))
-    assert find_checkpoint(copy, "auto") == copy / "step_00000003"
-    with pytest.raises(ValueError, match="got a damaged checkpoint: .*state.json"):
-        find_checkpoint(copy, str(newest))
-    with pytest.raises(ValueError, match="without config.json"):
-        check_model_config(tmp_path, "STDiT3", None)
-
-
-def test_learning_rate_is_a_function_of_the_step(config: Path) -> None:
-    cfg = load_train_config(
-        config, ["warmup_steps=4", "max_steps=10", "lr_schedule=cosine", "optimizer.lr=1.0"]
-    )
-    rates = [learning_rate(cfg, step) for step in range(10)]
-    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and rates[4] == 1.0
-    assert rates[4:] == sorted(rates[4:], reverse=True) and 0 < rates[-1] < 0.1
-
-
 def agree(folders: list[Path]) -> str | None:
     try:
         agree_on(find_checkpoint(folders[torch.distributed.get_rank()], "auto"))
@@ -302,7 +244,7 @@ def test_ranks_that_see_different_checkpoints_raise_the_same_error(
 def hold(folder: Path) -> str:
     """What a run reports of the folder that it is to hold; its content if it holds it."""
     try:
-        with mock.patch.object(run_lock, "LOCAL_WAIT", 0.2), _locked(folder):
+        with mock.patch.object(run_lock, "LOCAL_WAIT", 0.2), _locked(folder, 60.0):
             names = sorted(path.name for path in folder.iterdir())
             torch.distributed.barrier()
             return str(names)

@@ -167,8 +167,7 @@ def pickled(
     name: str, wrap: Callable[[State], Any] = dict, **more: Any
 ) -> Callable[..., dict[str, Any]]:
     def write(model: STDiT3, folder: Path) -> dict[str, Any]:
-        options = dict(_use_new_zipfile_serialization=False) if name.startswith("legacy") else {}
-        torch.save(wrap(model.state_dict()), folder / name, **options)
+        torch.save(wrap(model.state_dict()), folder / name)
         return dict(path=folder / name, model="STDiT3", allow_pickle=True, **SMALL, **more)
 
     return write
@@ -225,7 +224,6 @@ LAYOUTS = {
     "pickled shards of a variant": pickled_variant,
     "safetensors file": one_safetensors,
     "pth": pickled("weights.pth"),
-    "pickle before torch 1.6": pickled("legacy.pt"),
     "state_dict and more": pickled("a.pt", lambda s: {"epoch": 3, "state_dict": s}),
     "module prefix": pickled("a.pt", lambda s: {"model": prefixed(s)}),
     "model and ema": pickled("a.pt", lambda s: {"model": {"a": torch.ones(1)}, "ema": s}, ema=True),
@@ -354,7 +352,7 @@ def test_errors_for_places_without_weights_say_what_to_do(state: State, tmp_path
     (tmp_path / "model.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
     )
-    refused("run git lfs pull", open_weights, tmp_path)
+    refused("a Git LFS pointer", open_weights, tmp_path)
     save_file(state, tmp_path / "model.safetensors")
     half = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(half[: len(half) // 2])
@@ -810,7 +808,7 @@ def test_convert_writes_a_folder(
     )
     options = [f"{key}={value}" for key, value in SMALL.items()]
 
-    for extra in ((), ("--ema", "--dtype", "bf16", "--max-shard-size", "20000")):
+    for extra in ((), ("--no-ema", "--dtype", "bf16", "--max-shard-size", "20000")):
         out = tmp_path / f"out{len(extra)}"
         convert(
             tmp_path / "a.pt",

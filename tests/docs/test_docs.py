@@ -19,9 +19,9 @@ from ranks import free_port
 from runs import BIN, ROOT, write_toy_set
 from safetensors.torch import save_file
 
-from opensora_sp import sampling
 from opensora_sp.checkpoint import write_model_config
 from opensora_sp.cli import command_module
+from opensora_sp.cli import sample as sample_command
 from opensora_sp.config import load_either, load_inference_config, load_train_config
 from opensora_sp.models import build_model
 from opensora_sp.sampling.run import preflight
@@ -128,7 +128,7 @@ def check(words: list[str]) -> None:
         args = command_module("train").parser().parse_args(after(words, "scripts/train.py"))
         load_train_config(args.config, args.cfg_options)
     elif "scripts/inference.py" in words:
-        sampling.parse(after(words, "scripts/inference.py"))
+        sample_command.parse(after(words, "scripts/inference.py"))
     elif words[0] == "opensora-sp" or "opensora_sp.cli" in words:
         name = words[words.index("opensora_sp.cli") + 1] if words[0] != "opensora-sp" else words[1]
         args = command_module(name).parser().parse_args(after(words, name))
@@ -166,7 +166,7 @@ def test_runs_of_runnable_blocks_would_start(
     assert len(samplings) >= 12 and len(trainings) >= 2
     for words in samplings:
         monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
-        requests, _ = preflight(sampling.parse(after(words, "scripts/inference.py")))
+        requests, _ = preflight(sample_command.parse(after(words, "scripts/inference.py")))
         assert requests
 
     (tmp_path / "outputs" / "short" / "model.safetensors").unlink()

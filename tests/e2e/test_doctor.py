@@ -17,7 +17,6 @@ from runs import run
 from opensora_sp.cli import main
 from opensora_sp.common import importing
 from opensora_sp.runtime import versions
-from opensora_sp.runtime.doctor import host_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -39,14 +38,15 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     port = free_port()
     code = "from opensora_sp.cli import main; main()"
     done = run("-c", code, "doctor", "--json", "--master-port", str(port))
-    found = json.loads(done.stdout)
-    checks = {check["name"]: check for check in found["checks"]}
-    assert done.returncode == 0 and found["ok"], done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert done.returncode == 0 and report["ok"], done.stdout + done.stderr
     assert set(checks) >= LOOKED_AT | {f"port {port}"}
-    assert metadata.version("torch").split("+")[0] in checks["torch"]["found"]
-    assert versions.source_digest() in checks["opensora-sp"]["found"]
-    assert "round trip" in found["collective"]["found"] and "GB/s" in found["collective"]["found"]
-    assert found["facts"] == versions.versions()
+    assert metadata.version("torch").split("+")[0] in checks["torch"]["result"]
+    assert versions.source_digest() in checks["opensora-sp"]["result"]
+    collective = report["collective"]["result"]
+    assert "round trip" in collective and "GB/s" in collective
+    assert report["facts"] == versions.versions()
 
 
 def test_a_port_in_use_fails_and_is_reported_as_a_table(
@@ -65,28 +65,11 @@ def test_a_port_in_use_fails_and_is_reported_as_a_table(
     assert left.value.code == 1
     assert (
         f"  FAIL port {port} " in reported
-        and "in use, by process" in reported
+        and "in use" in reported
         and "-> pass another --master_port" in reported
     )
     assert "OMP_NUM_THREADS=1" in reported and "secret" not in reported
     assert "1 of " in reported.splitlines()[-1] and " checks failed" in reported.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "survives"),
-    [
-        ("A", "plain value", True),
-        ("A", "", True),  # not sent
-        ("A", "two\nlines", True),  # not sent
-        ("A", 'say "hi"', False),
-        ("A", "`id`", False),
-        ("A", "$HOME", False),
-        ("BASH_FUNC_x%%", "y", False),
-        ("A.B", "y", False),
-    ],
-)
-def test_variables_that_colossalai_run_cannot_carry(name: str, value: str, survives: bool) -> None:
-    assert host_report.is_changed_by_bash(name, value) is not survives
 
 
 @pytest.mark.parametrize("config", [None, "configs/demo/train.py", "configs/demo/sample.py"])

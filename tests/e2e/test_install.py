@@ -6,7 +6,6 @@ The environment sees the packages of the tests, but not the checkout.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import site
 import subprocess
@@ -102,10 +101,7 @@ def test_wheel_and_sdist_hold_all_modules_configs_and_prompts(built: Path) -> No
 
 
 def test_a_project_runs_from_the_wheel(environment: Path, tmp_path: Path) -> None:
-    """``init``, then its run script: two ranks train and sample; started again, it resumes.
-
-    Its clips are encoded once, too.
-    """
+    """``init``, then its run script: two ranks train and sample; started again, it resumes."""
     command, python = environment / "opensora-sp", environment / "python"
     where = called(python, "-c", "import opensora_sp; print(opensora_sp.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(environment.parent)
@@ -116,25 +112,17 @@ def test_a_project_runs_from_the_wheel(environment: Path, tmp_path: Path) -> Non
 
     called(command, "init", "project", folder=tmp_path)
     project, path = tmp_path / "project", f"{environment}:{os.environ['PATH']}"
+    config = project / "configs" / "demo" / "first.py"
+    config.write_text(config.read_text().replace("max_steps = 60", "max_steps = 4"))
     settings = dict(PATH=path, PET_MASTER_PORT=str(free_port()))
     printed = called(project / "run.sh", folder=tmp_path, **settings)
     run = project / "outputs" / "first"
-    assert "dp_size 1 x sp_size 2" in printed and "finished: 60 of 60 steps" in printed
+    assert "dp_size 1 x sp_size 2" in printed and "finished: 4 of 4 steps" in printed
     assert len(list((run / "samples").glob("*.mp4"))) == 3
-
-    # In the folder of the shell that started run.sh, which is not the project's.
-    (sample,) = re.findall("sample from it: (.*)", printed)
-    short = " --num-sampling-steps 1 --outputs once"
-    called("sh", "-c", sample + short, folder=tmp_path, PATH=path)
-    assert len(list((project / "once").glob("*.mp4"))) == 1
 
     settings["PET_MASTER_PORT"] = str(free_port())
     resumed = called(project / "run.sh", folder=tmp_path, **settings)
     assert "nothing left to do" in resumed
-
-    alone = ("--cfg-options", "sp_size=1")
-    called(command, "precompute", "configs/demo/first.py", "-o", "cache", *alone, folder=project)
-    assert (project / "cache" / "index.json").is_file()
 
     # Without a copy of it, in another folder: the config of the package, under the same name.
     config = "configs/stdit3/train/64x512x512_sp8.py"

@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_jobs import ElasticJob
-from jobs import FOR_LONG, Job, assert_stopped_well, command_of, started_ranks
+from jobs import FOR_LONG, ElasticJob, Job, assert_stopped_well, command_of, started_ranks
 from polling import wait_until
 
 pytestmark = pytest.mark.slow
 
-OURS = re.compile(r'File ".*(opensora_sp|scripts|tests)/')
+OURS = re.compile(r'File ".*/(opensora_sp|scripts|tests)/')
 
 
 def ctrl_c(job: Job) -> None:

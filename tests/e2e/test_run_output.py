@@ -18,7 +18,6 @@ from opensora_sp.common.console import report_errors
 from opensora_sp.common.error_file import write_error_file
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import Manifest
-from opensora_sp.training.step_log import advice_for_long_steps
 from opensora_sp.training.summary import conclude, write_sampling_config
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')
@@ -259,24 +258,6 @@ def test_an_error_file_that_is_not_of_torchrun_hides_no_error(
             raise ValueError("got a; expected b; do c")
         assert "got a" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/first_to_fail"))
-
-
-def test_steps_longer_than_the_patience_of_the_launcher_are_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert advice_for_long_steps(14.0, 300.0) is None
-    reported = advice_for_long_steps(45.0, 300.0) or ""
-    assert (
-        "two steps take 90 s, and torchrun kills ranks 30 s after Ctrl-C" in reported
-        and "grace_time" not in reported
-    )
-    for seconds in (150.0, 400.0):
-        assert (advice_for_long_steps(seconds, 300.0) or "").endswith(
-            ", and raise grace_time (now 300 s)"
-        )
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert advice_for_long_steps(45.0, 300.0) is None
 
 
 FIRST = """

@@ -5,14 +5,17 @@ One studio with two ranks serves all tests. No test writes a video that another 
 
 from __future__ import annotations
 
+import http.server
 import importlib
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -55,7 +58,11 @@ class Studio:
 
     @property
     def origin(self) -> str:
-        return self.url.partition("/?")[0]
+        return self.url.removesuffix(f"/{self.token}/")
+
+    @property
+    def token(self) -> str:
+        return self.url.split("/")[-2]
 
     def page(self, width: int = 1280, height: int = 900) -> Any:
         """A user who opens the address."""
@@ -71,12 +78,10 @@ class Studio:
         children = psutil.Process(self.process.pid).children()
         return sorted(one.pid for one in children if "spawn_main" in " ".join(one.cmdline()))
 
-    def fetch(self, path: str, *, token: bool = True) -> tuple[int, bytes]:
+    def fetch(self, path: str, *, token: bool = True, **headers: str) -> tuple[int, bytes]:
         """Status and body of a path, for somebody with the token or without it."""
-        headers = {}
-        if token:
-            headers["Cookie"] = f"studio-{urlsplit(self.url).port}={self.url.partition('=')[2]}"
-        request = urllib.request.Request(self.origin + path, headers=headers)
+        start = f"{self.origin}/{self.token}" if token else self.origin
+        request = urllib.request.Request(start + path, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read()
@@ -265,8 +270,44 @@ def test_what_cannot_be_sampled_is_an_error_of_three_parts(studio: Studio, tmp_p
     assert studio.fetch(f"/media?path={refused}")[0] == 403
     assert studio.fetch(f"/media?path={studio.folder}/outputs/model/config.json")[0] == 404
     assert studio.fetch(f"/gradio_api/file={refused}")[0] in (403, 404)
-    for path in ("/", "/config", f"/media?path={refused}", "/?token=wrong"):
+    for path in ("/", "/config", f"/media?path={refused}", "/wrong/", f"/?token={studio.token}"):
         assert studio.fetch(path, token=False)[0] == 403
+
+
+class _Listener(http.server.BaseHTTPRequestHandler):
+    """Another user's server on this host, which keeps what browsers send it."""
+
+    def do_GET(self) -> None:
+        self.server.received.append(f"{self.path}\n{self.headers}")  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<title>another</title>")
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_another_server_on_the_host_learns_no_token(studio: Studio) -> None:
+    """Neither by cookies, which reach every port, nor as a referrer, nor by asking itself."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Listener) as other:
+        other.received = []  # type: ignore[attr-defined]
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{other.server_port}"
+        page = studio.page()
+        page.evaluate("address => { location.href = address + '/link' }", address)
+        page.wait_for_url(f"{address}/link")
+        ask = "url => fetch(url, {credentials: 'include'}).then(() => 'read', () => 'refused')"
+        assert page.evaluate(ask, studio.url + "config") == "refused"
+        cookies = page.context.cookies()
+        other.shutdown()
+    studio.asked[:] = [url for url in studio.asked if not url.startswith(address)]
+
+    received = "".join(other.received)  # type: ignore[attr-defined]
+    assert "/link" in received and studio.token not in received
+    replayed = "; ".join(f"{cookie['name']}={cookie['value']}" for cookie in cookies)
+    for path in ("/", "/config"):
+        assert studio.fetch(path, token=False, Cookie=replayed)[0] == 403
+    assert studio.fetch("/config", Origin=address)[0] == 403
+    assert studio.fetch("/config", Origin=studio.origin)[0] == 200
 
 
 def test_the_runs_tab_follows_runs_that_train(studio: Studio) -> None:
@@ -390,3 +431,13 @@ def test_nothing_is_asked_of_another_machine(studio: Studio) -> None:
     assert len(studio.asked) > 50 and hosts == {urlsplit(studio.url).netloc}
     with pytest.raises(BlockingIOError):
         studio.trap.accept()
+
+
+def test_ctrl_c_ends_it_without_a_traceback(studio: Studio) -> None:
+    """While a page is open. It is the last test: the studio has ended then."""
+    page = studio.page()
+    page.get_by_role("button", name="Cancel").wait_for()
+    studio.process.send_signal(signal.SIGINT)
+    assert studio.process.wait(60) == 0
+    log = (studio.folder / "log").read_text()
+    assert log.startswith("starting: ") and "Traceback" not in log and "ERROR" not in log

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from runs import ROOT, run_forked
 
 from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.parallel import Verdict
+from opensora_sp.parallel.debug.parity import Verdict
 from opensora_sp.parallel.strategies import SwitchRows
 from opensora_sp.training.sp_verification import config_strategy, small_shape
 
-ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo/train.py"
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    code = "import sys; from opensora_sp.cli import main; main(sys.argv[1:])"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT
-    )
 
 
 @pytest.mark.slow
 def test_verify_compares_a_config() -> None:
     options = ("sequence_parallel.overlap_chunks=2", "grad_checkpoint=True")
-    done = command(
-        "verify",
-        str(DEMO),
-        "--ranks",
-        "2",
-        "--depth",
-        "1",
-        "--max-tokens",
-        "64",
-        "--cfg-options",
-        *options,
-    )
+    small = ("--ranks", "2", "--depth", "1", "--max-tokens", "64")
+    done = run_forked("-m", "opensora_sp.cli", "verify", DEMO, *small, "--cfg-options", *options)
 
     assert done.returncode == 0, done.stderr
     assert (

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_jobs import ElasticJob
-from jobs import Job
+from jobs import ElasticJob, Job
 from planted_faults import Fault
 from ranks import run_ranks
 from runs import write_training
@@ -61,10 +60,16 @@ def train_undisturbed(config: Path, options: list[str]) -> None:
     train(load_train_config(config, ["validation=None", *options]))
 
 
-def undisturbed(config: Path, outputs: Path, *options: str) -> Path:
-    """The folder of a run that nobody disturbs."""
-    run_ranks(2, train_undisturbed, config, [f"outputs={outputs}", *options])
-    return outputs
+class UndisturbedRuns(dict[tuple[str, ...], Path]):
+    """Folders of runs that nobody disturbs, by their options; each is made when it is asked for."""
+
+    def __init__(self, config: Path, root: Path) -> None:
+        self.config, self.root = config, root
+
+    def __missing__(self, options: tuple[str, ...]) -> Path:
+        self[options] = outputs = self.root / f"undisturbed {len(self)}"
+        run_ranks(2, train_undisturbed, self.config, [f"outputs={outputs}", *options])
+        return outputs
 
 
 def assert_same_bits(found: Path, wanted: Path, step: int) -> None:

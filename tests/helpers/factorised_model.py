@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from opensora_sp.models.base import MODEL_POINTS, ConditionedModel
 from opensora_sp.models.blocks import FinalLayer, ModulatedBlock
-from opensora_sp.models.conditioning import Conditioning, Text
-from opensora_sp.models.config import SharedConfig
+from opensora_sp.models.conditions import Conditioning, Text
 from opensora_sp.models.input_checks import check_inputs
 from opensora_sp.models.layers import CaptionEmbedder, PatchEmbed3D, TimestepEmbedder
 from opensora_sp.models.positions import PositionEmbedding2D, position_embedding
+from opensora_sp.models.stdit_config import SharedConfig
+from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +98,10 @@ class FactorisedModel(ConditionedModel):
         scales = self.branch_scales(drop_path)
         pairs: list[Any] = list(self.blocks)
         for i, pair in enumerate(pairs):
-            x = self.run_part(pair.spatial, x, conditioning.spatial(rows), scales[2 * i])
+            x = self.run_part(pair.spatial, x, conditioning.of(SPATIAL, rows), scales[2 * i])
             x, rows = self.switch(x, rows)  # [R, T, C]
 
-            last, condition = i + 1 == len(pairs), conditioning.temporal(rows)
+            last, condition = i + 1 == len(pairs), conditioning.of(TEMPORAL, rows)
             x = self.run_part(pair.temporal, x, condition, scales[2 * i + 1], last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C]

@@ -25,7 +25,15 @@ KEPT = (
 )  # fmt: skip
 """Keys of public configs that have the same meaning here."""
 
-V1_0 = """
+# Of all trainings.
+LOGGED = """seed = 42
+outputs = "outputs"
+wandb = False
+epochs = 1
+grad_clip = 1.0
+"""
+V1_0 = (
+    """
 num_frames = 16
 frame_interval = 2
 image_size = (256, 256)
@@ -56,18 +64,16 @@ text_encoder = dict(
 )
 scheduler = dict(type="iddpm", timestep_respacing="")
 
-seed = 42
-outputs = "outputs"
-wandb = False
-epochs = 1
 log_every = 10
 ckpt_every = 1000
 load = None
 batch_size = 8
 lr = 2e-5
-grad_clip = 1.0
 """
-V1_1 = """
+    + LOGGED
+)
+V1_1 = (
+    """
 dataset = dict(
     type="VariableVideoTextDataset",
     data_path=None,
@@ -103,18 +109,16 @@ text_encoder = dict(
     local_files_only=True,
 )
 scheduler = dict(type="iddpm-speed", timestep_respacing="")
-seed = 42
-outputs = "outputs"
-wandb = False
-epochs = 1
 log_every = 10
 ckpt_every = 500
 load = None
 batch_size = 10  # only for logging
 lr = 2e-5
-grad_clip = 1.0
 """
-V1_2 = """
+    + LOGGED
+)
+V1_2 = (
+    """
 dataset = dict(type="VariableVideoTextDataset", transform_name="resize_crop")
 bucket_config = {
     "144p": {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27)},
@@ -140,19 +144,16 @@ vae = dict(
 text_encoder = dict(type="t5", from_pretrained="t5", model_max_length=300, shardformer=True)
 scheduler = dict(type="rflow", use_timestep_transform=True, sample_method="logit-normal")
 mask_ratios = {"random": 0.2, "intepolate": 0.01, "quarter_head": 0.01, "image_head_tail": 0.05}
-seed = 42
-outputs = "outputs"
-wandb = False
-epochs = 1
 log_every = 10
 ckpt_every = 200
 load = None
-grad_clip = 1.0
 lr = 1e-4
 ema_decay = 0.99
 adam_eps = 1e-15
 warmup_steps = 1000
 """
+    + LOGGED
+)
 VAE_1_3 = """
 vae = dict(
     type="OpenSoraVAE_V1_3",
@@ -198,20 +199,15 @@ scheduler = dict(
     sample_method="logit-normal",
     drop_condition=drop_condition,
 )
-seed = 42
-outputs = "outputs"
-wandb = False
-epochs = 1
 log_every = 8
 ckpt_every = 200
-grad_clip = 1.0
 lr = 1e-4
 ema_decay = 0.99
 adam_eps = 1e-15
 warmup_steps = 1000
 use_cosine_scheduler = False
 accumulation_steps = 2
-"""
+{LOGGED}"""
 V1_3_ADAPT = f"""
 dataset = dict(type="VariableVideoTextDataset", transform_name="resize_crop")
 bucket_config = {{"360p": {{1: (1.0, 8)}}, "1080p": {{1: (0.5, 1)}}}}
@@ -346,6 +342,7 @@ scheduler = dict(type="rflow", use_timestep_transform=True, num_sampling_steps=3
 aes = 6.5
 flow = None
 """
+BUCKETED = {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}}
 # What each rule makes of a value: the value, the rest of the config, and the values expected here
 # (None: no such key any more). An error is expected where the text says what to write instead.
 CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
@@ -359,31 +356,19 @@ CASES: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any] | str]]] = {
         (0, {"fps": 24}, "expected a value of Open-Sora's"),
     ],
     "batch_size": [
-        (
-            10,
-            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
-            {},
-        ),
+        (10, BUCKETED, {}),
         (10, {"dataset.type": "VideoTextDataset"}, {"batch_size": 10}),
         (None, {}, {}),
     ],
     "dataset.num_frames": [
         (16, {}, {"num_frames": 16}),
         (None, {}, {}),
-        (
-            16,
-            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
-            {},
-        ),
+        (16, BUCKETED, {}),
     ],
     "dataset.image_size": [
         ((8, 9), {}, {"image_size": (8, 9)}),
         ((None, None), {}, {}),
-        (
-            (8, 9),
-            {"dataset.type": "VariableVideoTextDataset", "bucket_config": {"240p": {1: (1.0, 2)}}},
-            {},
-        ),
+        ((8, 9), BUCKETED, {}),
     ],
     "dataset.data_path": [("a.csv", {}, {"dataset.manifest": "a.csv"}), (None, {}, {})],
     "dataset.transform_name": [
@@ -677,38 +662,17 @@ prompt_path = "./t2i.txt"
 save_dir = "./samples/"
 """,
     "Latte": """
-dataset = dict(
-    type="VideoTextDataset",
-    data_path=None,
-    num_frames=16,
-    frame_interval=3,
-    image_size=(256, 256),
-)
-dtype = "bf16"
+dataset = dict(type="VideoTextDataset", num_frames=16, frame_interval=3, image_size=(256, 256))
 plugin = "zero2"
 model = dict(type="Latte-XL/2", enable_flash_attn=True)
-vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema")
-text_encoder = dict(
-    type="clip", from_pretrained="openai/clip-vit-base-patch32", model_max_length=77
-)
-scheduler = dict(type="iddpm", timestep_respacing="")
+text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32")
 lr = 2e-5
-epochs = 1
 """,
     "autoencoders": """
-dataset = dict(
-    type="VideoTextDataset",
-    data_path=None,
-    num_frames=17,
-    frame_interval=1,
-    image_size=(256, 256),
-)
-dtype = "bf16"
-plugin = "zero2"
+dataset = dict(type="VideoTextDataset", num_frames=17, frame_interval=1, image_size=(256, 256))
 model = dict(type="OpenSoraVAE_V1_2", freeze_vae_2d=True, from_pretrained=None, cal_loss=True)
 perceptual_loss_weight = 0.1
 mixed_strategy = "mixed_video_image"
-epochs = 1
 lr = 1e-5
 """,
 }

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from opensora_sp.models.kernels import examples
+from opensora_sp.models.kernels import examples, fused
 from opensora_sp.models.kernels.examples import Example, Sizes, normal
 
 PACKAGE = "opensora_sp.models.kernels"
@@ -73,9 +73,9 @@ FAULTS = {
 
 def plant(fault="none"):
     """Make the modules of the kernel, of which the one "by Triton" has a fault."""
-    for package, function in ((PACKAGE, multiply), (f"{PACKAGE}.triton", FAULTS[fault])):
-        module = ModuleType(f"{package}.planted")
-        module.multiply = function
-        sys.modules[module.__name__] = module
-        import_module(package).planted = module
+    fused.multiply = multiply
+    module = ModuleType(f"{PACKAGE}.triton.planted")
+    module.multiply = FAULTS[fault]
+    sys.modules[module.__name__] = module
+    import_module(f"{PACKAGE}.triton").planted = module
     examples.EXAMPLES["planted"] = planted_examples

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -155,6 +155,48 @@ def _stand(processes: list[Any], stacks: Path) -> str:
     for process in processes:
         process.kill()
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(stacks.iterdir()))
+
+
+def fork_ranks(
+    num_ranks: int,
+    outputs: Sequence[Path],
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    enter: Callable[[int], dict[str, str]] | None,
+    *args: Any,
+    context: Any = None,
+) -> list[Any]:
+    """Start ``function(*args)`` on ranks, forked from the warm process; returns the processes.
+
+    Args:
+        outputs: files to which stdout and stderr are appended; "{rank}" in their names is replaced.
+        environment: variables of all ranks.
+        enter: called first, with the rank; what it returns is added to its environment.
+        context: of ``multiprocessing``, by default that of the warm process.
+    """
+    context, work = context or warm_context(), pickle.dumps((function, enter, args))
+    processes = []
+    for rank in range(num_ranks):
+        files = [str(path).replace("{rank}", str(rank)) for path in outputs]
+        arguments = (rank, num_ranks, files, environment, work)
+        # No daemon, which could not start workers of a loader.
+        processes.append(context.Process(target=_begin, args=arguments, daemon=False))
+        processes[-1].start()
+    return processes
+
+
+def _begin(
+    rank: int, num_ranks: int, outputs: list[str], environment: dict[str, str], work: bytes
+) -> None:
+    for descriptor, path in enumerate(outputs, start=1):
+        # Ranks append to one file, as they do to one terminal.
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+
+    become_rank(rank, num_ranks, **environment)
+    function, enter, args = pickle.loads(work)
+    if enter is not None:
+        os.environ.update(enter(rank))
+    function(*args)
 
 
 def become_rank(rank: int, num_ranks: int, **environment: str) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launched import WarmJob
 from ranks import run_ranks
-from warm_jobs import WarmJob
 
 from opensora_sp.checkpoint import (
     checkpoint_name,

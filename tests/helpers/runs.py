@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import HOST, become_rank, free_port, torchrun_environment, warm_context
+from ranks import HOST, fork_ranks, free_port, torchrun_environment
 
 from opensora_sp.data import toy_clip, write_video
 
@@ -175,17 +175,12 @@ def run_forked(
     Returns the largest exit status, and what all ranks have printed.
     """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    context, arguments = warm_context(), [str(part) for part in command]
+    arguments = [str(part) for part in command]
     with tempfile.TemporaryDirectory(prefix="run_forked-") as name:
         outputs = [Path(name) / stream for stream in ("stdout", "stderr")]
-        processes = [
-            context.Process(
-                target=_rank, args=(rank, ranks, store.port, outputs, arguments, folder)
-            )
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
+        processes = fork_ranks(
+            ranks, outputs, torchrun_environment(store.port), _run_script, None, arguments, folder
+        )
         try:
             for process in processes:
                 process.join(timeout)
@@ -200,14 +195,7 @@ def run_forked(
     return subprocess.CompletedProcess(arguments, status, stdout, stderr)
 
 
-def _rank(
-    rank: int, ranks: int, port: int, outputs: list[Path], command: list[str], folder: Path
-) -> None:
-    for descriptor, path in enumerate(outputs, start=1):
-        # Ranks append to one file, as they do to one terminal.
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-
-    become_rank(rank, ranks, **torchrun_environment(port))
+def _run_script(command: list[str], folder: Path) -> None:
     os.chdir(folder)
     if command[0] == "-m":
         # It sets the first word, to the path of the module.

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
+from cuda_stub.collectives import RecordingGroup
 from torch.cuda import _gpu_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,6 +77,7 @@ class StreamChecker(TorchDispatchMode):
         self._memory: dict[int, Memory] = {}
         self._freed: dict[int, list[Memory]] = {}  # per pool
         self._listen()
+        RecordingGroup.has_kernels = True
 
     def _listen(self) -> None:
         torch._C._activate_gpu_trace()
@@ -212,71 +213,3 @@ def _caller() -> str:
         frame = frame.f_back
     # In a thread of autograd, Python appears in hooks only.
     return AUTOGRAD if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-class StreamWork(dist._Work):
-    """A collective in flight; ``wait`` makes the current stream wait for it, as NCCL's does."""
-
-    def __init__(self, finished: torch.cuda.Event) -> None:
-        super().__init__()
-        self.finished = finished
-
-    def wait(self, timeout: Any = None) -> bool:
-        torch.cuda.current_stream().wait_event(self.finished)
-        return True
-
-
-class StreamGroup(dist.ProcessGroup):
-    """One rank of any world; a collective is an operator on the group's own stream, as in NCCL."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__(rank, world)
-        self._world = world
-        self._stream = torch.cuda.Stream()
-
-    def size(self) -> int:
-        return self._world
-
-    def _launch(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> StreamWork:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        finished = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            for tensor in (*outputs, *inputs):
-                tensor.record_stream(self._stream)
-            for output, received in zip(outputs, inputs, strict=True):
-                output.view(-1)[:1].add_(received.view(-1)[:1])
-            finished.record()
-        return StreamWork(finished)
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> StreamWork:
-        return self._launch(tensors, tensors)
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> StreamWork:
-        return self._launch([output], [given])
-
-    def all_gather_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> StreamWork:
-        return self._launch([output], [given])
-
-    # The names in older versions.
-    _reduce_scatter_base = reduce_scatter_single
-    _allgather_base = all_gather_single
-
-    def barrier(self, opts: Any = None) -> StreamWork:
-        return self._launch([], [])
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "streams"
-
-
-def start_group(rank: int, world: int) -> None:
-    """Make a ``StreamGroup`` the default process group."""
-
-    def create(store: Any, rank: int, world: int, timeout: Any) -> StreamGroup:
-        return StreamGroup(rank, world)
-
-    dist.Backend.register_backend("streams", create, devices=["cuda"])
-    dist.init_process_group("streams", store=dist.HashStore(), rank=rank, world_size=world)

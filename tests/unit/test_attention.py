@@ -16,12 +16,12 @@ import torch
 from opensora_sp.checkpoint import check_model_config, write_model_config
 from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
-from opensora_sp.models import build_model, packed_attention, packing
+from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, attention
 from opensora_sp.models.attention_table import HOPPER, Platform
-from opensora_sp.models.config import STDiT3Config
 from opensora_sp.models.layers import SelfAttention
 from opensora_sp.models.positions import RotaryEmbedding
+from opensora_sp.models.stdit_config import STDiT3Config
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 pytestmark = pytest.mark.core
@@ -265,9 +265,9 @@ def installed(
     name: str, package: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[types.ModuleType]:
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr(
-        Platform, "of", lambda device, deterministic: Platform.with_installed(HOPPER, deterministic)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    of, cuda = Platform.of, torch.device("cuda")
+    monkeypatch.setattr(Platform, "of", lambda device, deterministic: of(cuda, deterministic))
     module._choose.cache_clear()
     yield package
     module._choose.cache_clear()
@@ -498,7 +498,7 @@ def test_torchs_own_kernels_take_unequal_samples_in_one_call(
 ) -> None:
     """Forward and backward, however the queries are cut into pieces."""
     monkeypatch.setattr(packing, "PIECE", piece)
-    kernel = getattr(packed_attention, kind)
+    kernel = getattr(module, kind)
     monkeypatch.setattr(
         module, "_varlen_kernel", lambda backend, q: kernel if backend.name == "sdpa" else None
     )
@@ -537,7 +537,7 @@ def test_torch_stands_in_with_a_kernel_that_takes_the_heads(
     uncached = module._torch_varlen_kernel.__wrapped__
     monkeypatch.setattr(module, "_torch_varlen_kernel", uncached)
     q = torch.empty(4, 2, width, dtype=dtype, device="meta")
-    kernel = None if expected is None else getattr(packed_attention, expected)
+    kernel = None if expected is None else getattr(module, expected)
     assert module.torch_varlen_kernel(name, q) is kernel
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from opensora_sp import device_verification as verification
 from opensora_sp.config import load_train_config
-from opensora_sp.device_verification import attention as verification
-from opensora_sp.device_verification import choose_attention, verdicts
+from opensora_sp.device_verification import choose_attention
 from opensora_sp.models import attention as module
 from opensora_sp.models.attention import choose_backends, set_refused
 from opensora_sp.models.attention_table import HOPPER, KINDS, Platform, Sequences
+from opensora_sp.models.kernels import verification as kernel_verification
 from opensora_sp.models.kernels.verification import compare
 
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
@@ -69,12 +70,12 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[dict[str
     processors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
     monkeypatch.setattr(verification, "device_facts", lambda device: {"device": "a CPU"})
-    monkeypatch.setattr(verification, "compare", on_cpu)
+    monkeypatch.setattr(kernel_verification, "compare", on_cpu)
     monkeypatch.setattr(verification, "run_lengths", lambda *args: LENGTHS)
-    monkeypatch.setattr(verdicts, "_check_device", lambda *args: None)
+    monkeypatch.setattr(verification, "_check_device", lambda *args: None)
     module._choose.cache_clear()
     yield faults
-    set_refused({})
+    set_refused(())
     module._choose.cache_clear()
 
 
@@ -122,7 +123,7 @@ def test_a_wrong_gradient_of_queries_at_one_head_width_is_found(
     choose(model(72))
     assert taken() == dict.fromkeys(KINDS, "torch_flash")
     (warning,) = (one.message for one in caplog.records if one.levelno >= logging.WARNING)
-    assert "spatial attention by cuDNN: gradient of q in spatial attention over " in warning
+    assert "cuDNN: gradient of q in spatial attention over " in warning
 
 
 def test_without_training_gradients_are_not_compared(planted: dict[str, Any]) -> None:
@@ -148,7 +149,7 @@ def test_the_next_row_of_the_table_is_taken(
     choose()
     assert taken() == dict.fromkeys(KINDS, "torch_flash")
     (warning,) = (one.message for one in caplog.records if one.levelno >= logging.WARNING)
-    assert "spatial attention by cuDNN" in warning and "replaced by others" in warning
+    assert "(cuDNN: " in warning and "replaced by others" in warning
     # The reasons of failures are not remembered: the next run compares again.
     count = len(planted["compared"])
     choose()
@@ -176,7 +177,7 @@ def test_nothing_is_compared_on_a_cpu(planted: dict[str, Any]) -> None:
 
 
 def test_cases_have_odd_lengths_empty_samples_and_single_keys() -> None:
-    cases = list(verification.cases_of(model().config, LENGTHS, BF16, trained=True))
+    cases = list(kernel_verification.cases_of(model().config, LENGTHS, BF16, trained=True))
     rows = {one.sequences.length for one in cases if one.sequences.kind == "spatial"}
     assert {256, 405, 704, 1590} <= rows
     queries, keys = zip(

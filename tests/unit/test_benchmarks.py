@@ -7,9 +7,11 @@ import re
 from importlib import import_module
 
 import pytest
+import torch
 from runs import ROOT
 
 from benchmarks.__main__ import main, summaries
+from benchmarks.gpu_report import known_gpu
 
 NAMES = list(summaries())
 
@@ -54,3 +56,21 @@ def test_documented_commands_name_benchmarks() -> None:
         named += re.findall(r"python -m\s+benchmarks (\w+)", page.read_text())
     assert len(named) > 8
     assert set(named) <= set(NAMES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_it_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.__main__.limit_time", lambda: None)
+    assert main(["gpu_report"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("got no GPU that torch sees; expected one") and error.count("\n") == 1
+
+
+def test_unknown_gpus_need_a_name() -> None:
+    assert known_gpu("NVIDIA H100 80GB HBM3") == "H100"
+    with pytest.raises(
+        ValueError, match=r"got 'NVIDIA A10', whose speeds are unknown; .* by --gpu"
+    ):
+        known_gpu("NVIDIA A10")

@@ -12,8 +12,8 @@ from runs import write_training
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Manifest
 from opensora_sp.data.captions import Captions, without_prefix
+from opensora_sp.evaluation.heldout import heldout_clips
 from opensora_sp.features.build import make_dataset
-from opensora_sp.training.validation import heldout_clips
 
 HEADER = "path,text,aes,flow,cmotion\n"
 LINES = [

@@ -22,7 +22,6 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     zero = colossalai.LowLevelZeroOptimizer
     assert parameters(zero._sanity_checks) == []
     assert parameters(zero._unscale_and_clip_grads) == ["grad_groups_flat", "total_norm"]
-    assert parameters(zero._compute_grad_norm) == ["dp_pg", "gradients", "norm_type"]
     assert parameters(zero._run_reduction) == [] and parameters(zero._reduce_grad) == [
         "partition_grad"
     ]
@@ -53,21 +52,6 @@ def test_zero_is_what_the_optimizer_overrides() -> None:
     assert (
         'self.optim.param_groups[group_id]["params"] = self._master_param_groups_of_current_rank'
         in source
-    )
-
-
-def test_a_step_can_be_left_before_anything_changes() -> None:
-    step = inspect.getsource(colossalai.LowLevelZeroOptimizer.step)
-    left_at, changes_at = (
-        step.index("self._unscale_and_clip_grads("),
-        step.index("self.optim.step()"),
-    )
-    assert step.index("self._compute_grad_norm(") < left_at < changes_at
-    # step_if_finite does this instead.
-    assert (
-        step.index('["params"] = real_master_params')
-        < left_at
-        < step.rindex('["params"] = self._master_param_groups_of_current_rank')
     )
 
 
@@ -173,7 +157,7 @@ def test_the_checkpoint_interface_has_the_methods_that_ours_has() -> None:
 
 
 def test_the_accelerator_has_the_calls_that_ours_replaces() -> None:
-    from opensora_sp.plugin.launch import GlooCpuAccelerator
+    from opensora_sp.plugin.process_group import GlooCpuAccelerator
 
     replaced = [name for name in vars(GlooCpuAccelerator) if not name.startswith("_")]
     assert len(replaced) >= 9

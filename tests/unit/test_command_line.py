@@ -30,6 +30,18 @@ def test_help_lists_the_usual_path_first(capsys: pytest.CaptureFixture[str]) -> 
     assert listed[: len(USUAL_PATH)] == USUAL_PATH and listed == list(COMMANDS)
 
 
+@pytest.mark.parametrize(
+    ("word", "advice"), [("trian", "did you mean 'train'?"), ("xyzzy", "take one of these")]
+)
+def test_the_nearest_command_is_named(
+    word: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([word, "config.py"])
+    error = capsys.readouterr().err
+    assert f"got the command '{word}'; expected one of init, index" in error and advice in error
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from opensora_sp import compile_cache
+from opensora_sp import compile_cache, device_verification
 from opensora_sp.config import TrainConfig
-from opensora_sp.device_verification import verdicts
 from opensora_sp.models import build_model, compile, compile_blocks
 from opensora_sp.models.compile import reporting_compilation
 
@@ -147,8 +146,8 @@ def test_a_user_without_a_home_folder_has_no_cache(
     monkeypatch.setattr(Path, "home", nowhere)
     assert_temporary(caplog, "the user has no home folder")
     with caplog.at_level(logging.INFO):
-        verdicts.write_passed({}, ["gelu"])
-    assert verdicts.read_passed({}) == set()
+        device_verification.write_passed({}, ["gelu"])
+    assert device_verification.read_passed({}) == set()
     assert caplog.messages[1:] == [
         "what was verified is not remembered: the user has no home folder"
     ]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_sp.sampling.conditioning import (
+from opensora_sp.sampling.prompts import prompt_of_loop
+from opensora_sp.sampling.reference_frames import (
     insert_references,
     nearest_point,
     parse_mask_strategy,
-    prompt_of_loop,
 )
 
 pytestmark = pytest.mark.core

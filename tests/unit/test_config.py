@@ -85,12 +85,47 @@ def test_all_configs_are_found() -> None:
         (["image_size=None", "resolution=big"], "expected 'HxW' or a number"),
         (["noequals"], "expected key=value"),
         (["sp_size.x=1"], "sp_size is 2; expected a dict there"),
+        (
+            ["resume=auto"],
+            "unknown key 'resume'; expected a known one; pass the option --resume auto",
+        ),
+        (["optimizer.lr=1e999"], "got optimizer.lr = .*; expected a finite number; change"),
+        (["scheduler.cfg_scale=1e999"], "got scheduler.cfg_scale = inf; expected a finite number"),
+        (
+            ["vae.type=VideoAutoencoderKL"],
+            r"key 'vae.pool'.*--cfg-options .vae=dict\(type='VideoAutoencoderKL', ...\)",
+        ),
     ],
 )
 def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_train_config(DEMO, options)
     assert re.search(message, str(error.value).replace("\n", " ")), error.value
+
+
+def test_a_config_of_the_other_kind_is_the_only_error(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"_base_ = {str(DEMO)!r}\noutputs = 'runs/first'\n")
+    with pytest.raises(ValueError, match="is a training config; .*: here runs/first/sample.py$"):
+        load_inference_config(tmp_path / "own.py")
+    (tmp_path / "sample.py").write_text(f"_base_ = {str(SAMPLE[0])!r}\nprompts = ['a']\n")
+    with pytest.raises(ValueError, match="is a sampling config; expected a training config;"):
+        load_train_config(tmp_path / "sample.py")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["scheduler.cfg_scale=-1"], "expected scales from 0 to 1000"),
+        (["scheduler.cfg_scale=1e30"], "expected scales from 0 to 1000"),
+        (["scheduler.num_sampling_steps=1000000000"], "at most 100,000 steps"),
+        (["fps=1e9"], "fps = 1000000000.0; expected a number less than or equal to 1000"),
+        (["seed=1" + "0" * 30], "expected a number less than"),
+        (["condition_frame_edit=1e999"], "expected a finite number"),
+    ],
+)
+def test_numbers_of_a_sampling_have_bounds(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_inference_config(SAMPLE[0], options)
 
 
 class Codec(Protocol):

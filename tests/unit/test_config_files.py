@@ -23,8 +23,8 @@ from opensora_sp.config import (
     load_train_config,
     parse_override,
 )
-from opensora_sp.config.files import read_config
-from opensora_sp.config.optimizer import Optimizer
+from opensora_sp.config.config_file import read_config
+from opensora_sp.config.optimizer_options import Optimizer
 from opensora_sp.config.sections import (
     Dataset,
     PromptOptions,

@@ -12,7 +12,8 @@ import torch
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
-from opensora_sp.parallel.cost_model import CPU, H100, H200, PRESETS, CostModel, preset_of
+from opensora_sp.parallel.cost_model import CPU, H100, H200, CostModel
+from opensora_sp.parallel.gpus import PRESETS, SHEETS, preset_of
 from opensora_sp.planner.calibration import fitted_link
 from opensora_sp.runtime.cost_model_file import cost_model_of, read_cost_model, write_cost_model
 from opensora_sp.runtime.rank_info import RankInfo, find_differences
@@ -23,11 +24,38 @@ CONFIG = "configs/stdit3/train/64x512x512_sp8.py"
 FACTS: dict[str, Any] = dict(device="x", versions={}, date="2026-11-23", measured={})
 
 
+@pytest.mark.parametrize(
+    ("device", "preset", "memory"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB", 40e9),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB", 80e9),
+        ("NVIDIA L40S", "L40S", 48e9),
+        ("NVIDIA RTX A6000", "A6000", 48e9),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090", 32e9),
+        ("NVIDIA H20", "H20", 96e9),
+        ("NVIDIA H100 PCIe", "H100-PCIe", 80e9),
+        ("NVIDIA B200", "B200", 180e9),
+    ],
+)
+def test_known_gpus_have_the_rates_of_their_data_sheets(device, preset, memory):
+    rates, sheet = preset_of(device), SHEETS[preset]
+    assert rates.name == preset and rates.memory == memory
+    assert 0.5 < rates.flops / (sheet.tflops * 1e12) < 0.9
+    assert rates.attention_backward < rates.attention_forward < rates.flops
+
+
+def test_the_shares_of_the_sheets_are_those_measured():
+    for measured in (H100, H200):
+        rates = SHEETS[measured.name].rates(measured.name).to_dict()
+        for name, rate in measured.to_dict().items():
+            assert rates[name] == (pytest.approx(rate, rel=0.02) if type(rate) is float else rate)
+
+
 def test_presets_are_found_by_name_and_by_device(monkeypatch):
     assert all(cost_model_of(name) is one for name, one in PRESETS.items())
     assert cost_model_of(None, default=H200) is H200
     assert preset_of("NVIDIA H200") is H200 and preset_of("NVIDIA H100 80GB HBM3") is H100
-    assert preset_of("NVIDIA A100-SXM4-80GB") is H100 and preset_of(None) is CPU
+    assert preset_of("Some GPU") is H100 and preset_of(None) is CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cost_model_of(None) is CPU
 

@@ -17,7 +17,7 @@ from opensora_sp.data.transforms import Degradation
 from opensora_sp.diffusion import Noised, RectifiedFlow
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.sources import DegradedClips, Encoders
-from opensora_sp.training.validation import encoders_of_validation
+from opensora_sp.training.trainer import encoders_of_validation
 
 CPU = torch.device("cpu")
 PROB = {"gaussian_pixel": 0.5, "downsample_spatial": 0.2, "downsample_temporal": 0.3}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from opensora_sp.config import load_train_config
-from opensora_sp.config.launch import check_launch
-from opensora_sp.planner import plan
-from opensora_sp.planner.communicators import BYTES_OF_PEER, communicators
+from opensora_sp.config.launch_checks import check_launch
+from opensora_sp.planner.run_plan import plan
+from opensora_sp.planner.traffic import BYTES_OF_PEER, communicators
 
 ROOT = Path(__file__).parents[2]
 BUCKETS = ROOT / "configs" / "stdit3" / "train" / "buckets_stage1_sp8.py"
@@ -59,14 +59,8 @@ def test_other_degrees_are_refused(config: Path, option: str, message: str) -> N
 
 
 def test_communicators_of_a_plan() -> None:
-    found = communicators(8, 8)
-    assert found.sizes == [8, 4, 2]
-    assert found.memory == pytest.approx((7 + 3 + 1) * BYTES_OF_PEER)
-    assert found.describe() == (
-        "groups of several ranks that a rank is in: 8, 4, 2; their communicators take about 5.2 "
-        "GB of its GPU"
-    )
-
+    """A GPU's memory for each group of several ranks that a rank is in, the largest first."""
+    assert communicators(8, 8) == pytest.approx([n * BYTES_OF_PEER for n in (7, 3, 1)])
     # Peers on other nodes share one buffer.
-    assert communicators(16, 8).memory == pytest.approx((7 + 7 + 3 + 1) * BYTES_OF_PEER)
-    assert communicators(1, 8).sizes == []
+    assert communicators(16, 8) == pytest.approx([n * BYTES_OF_PEER for n in (7, 7, 3, 1)])
+    assert communicators(1, 8) == []

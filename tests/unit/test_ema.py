@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opensora_sp.training.ema import ShardedEma
+from opensora_sp.training.trainable import ShardedEma
 
 
 def test_the_average_follows_the_fp32_master_weights_with_a_growing_decay() -> None:

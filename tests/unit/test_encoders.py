@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import hub, write_model_config
 from opensora_sp.cli import main
+from opensora_sp.cli.sample import parse
 from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type
 from opensora_sp.data import read_frames
 from opensora_sp.encoders import (
@@ -38,7 +39,7 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.t5 import clean_caption
 from opensora_sp.models import build_model
-from opensora_sp.sampling import parse, sample
+from opensora_sp.sampling import sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 
@@ -794,7 +795,7 @@ def test_convert_leaves_an_encoder_as_it_is(
     arguments = ["convert", str(folder), str(out)]
     for extra, message in [
         (["--dtype", "bf16"], "got --dtype for .*which is a VAE or text encoder"),
-        (["--ema"], "got --ema for"),
+        (["--no-ema"], "got --no-ema for"),
         (["--max-shard-size", "many"], "got max_shard_size 'many'"),
     ]:
         with pytest.raises(SystemExit) as left:

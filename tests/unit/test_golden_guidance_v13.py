@@ -27,7 +27,8 @@ from opensora_sp.diffusion.guidance import fix_flaws
 from opensora_sp.diffusion.loss import frame_weights
 from opensora_sp.features.batch import conditioning_inputs
 from opensora_sp.models import STDiT3, STDiT3Config
-from opensora_sp.sampling.conditioning import Prompt, frames_of_kind, prompt_of_loop
+from opensora_sp.sampling.prompts import Prompt, prompt_of_loop
+from opensora_sp.sampling.reference_frames import frames_of_kind
 from opensora_sp.sampling.requests import with_scores
 
 pytestmark = pytest.mark.core

@@ -20,8 +20,7 @@ from golden_values import GOLDEN, close, close_table, load, under
 
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.blocks import FinalLayer, STDiT3Block
-from opensora_sp.models.conditioning import Conditioning, Text
-from opensora_sp.models.config import SharedConfig, STDiT3Config
+from opensora_sp.models.conditions import Conditioning, Text
 from opensora_sp.models.layers import (
     CaptionEmbedder,
     CrossAttention,
@@ -37,6 +36,7 @@ from opensora_sp.models.positions import (
     frame_position_embedding,
     position_embedding,
 )
+from opensora_sp.models.stdit_config import SharedConfig, STDiT3Config
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 
 pytestmark = pytest.mark.core
@@ -119,7 +119,7 @@ def conditioned(
     given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
     lengths = [0] * len(t) if lengths is None else lengths  # the final layer attends to no text
     conditioning = Conditioning(modulation, given, Text(text, lengths))
-    return conditioning.temporal(grid.rows(layout)), modulation
+    return conditioning.of(TEMPORAL, grid.rows(layout)), modulation
 
 
 def test_stdit3_block() -> None:
@@ -316,6 +316,20 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
     ("change", "message"),
     [
         ({"x": torch.zeros(2, 3, 2, 4, 4)}, r"got x of shape \(2, 3, 2, 4, 4\); expected \[B, 4,"),
+        ({"x": torch.zeros(())}, r"got x of shape \(\); expected \[B, 4,"),
+        (
+            {
+                "x": torch.zeros(0, 4, 3, 4, 4),
+                "timestep": torch.zeros(0),
+                "y": torch.zeros(0, 1, 3, 4),
+            },
+            r"got x of shape \(0, 4, 3, 4, 4\); expected at least one sample",
+        ),
+        ({"x": torch.zeros(2, 4, 0, 4, 4)}, r"got x of shape \(2, 4, 0, 4, 4\); expected at least"),
+        (
+            {"y": torch.zeros(2, 1, 0, 4), "mask": torch.ones(2, 0, dtype=torch.bool)},
+            r"got y of shape \(2, 1, 0, 4\); expected at least one",
+        ),
         ({"y": torch.zeros(2, 1, 3, 5)}, r"expected \[2, 1, L, 4\]"),
         ({"y": torch.zeros(2, 1, 4, 4)}, "at most model_max_length = 3"),
         (
@@ -390,6 +404,7 @@ def test_packed_text_that_does_not_fit_is_refused() -> None:
             torch.tensor([2, 2]),
             r"got 5 packed text tokens and lengths \[2, 2\]",
         ),
+        (torch.zeros(1, 5, 16), torch.tensor([5, 0]), r"lengths \[5, 0\]; expected .* at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(torch.zeros(2, 4, 3, 4, 4), torch.zeros(2), y, lengths)

@@ -39,8 +39,8 @@ from opensora_sp.encoders.space_time_vae import (
 from opensora_sp.encoders.video_vae import CausalConv3d
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.live_peak import LivePeak
-from opensora_sp.sampling.conditioning import parse_prompt
 from opensora_sp.sampling.decoding import decode
+from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.sampling.requests import Request, check_requests, latent_frames
 
 pytestmark = pytest.mark.core

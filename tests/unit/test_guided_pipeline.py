@@ -14,8 +14,8 @@ from runs import SAMPLE
 from opensora_sp.config import load_inference_config
 from opensora_sp.config.components import build_component
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.sampling.conditioning import Insertion, insert_references
 from opensora_sp.sampling.pipeline import Pipeline, PlacedReferences
+from opensora_sp.sampling.reference_frames import Insertion, insert_references
 from opensora_sp.sampling.requests import requests_of
 
 PROMPTS = ["a red circle", "a green square"]

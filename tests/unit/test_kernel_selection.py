@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from opensora_sp.models import kernels
 from opensora_sp.models.attention import choose_backend
-from opensora_sp.models.kernels import selection
+from opensora_sp.models.kernels import fused
 
 PACKAGE = "opensora_sp.models.kernels"
 
@@ -24,17 +24,17 @@ def fake():
 
 
 def test_kernels_on_cuda_run_after_verification_only(fake, monkeypatch):
-    monkeypatch.setattr(selection, "_verified", {})
+    monkeypatch.setattr(fused, "_verified", {})
     assert not kernels.chosen("gelu", fake())
 
-    selection.set_verified("gelu", [torch.bfloat16])
+    fused.set_verified("gelu", [torch.bfloat16])
     assert kernels.chosen("gelu", fake())
     assert not kernels.chosen("gelu", fake(torch.float32))
     assert not kernels.chosen("qk_norm", fake())
 
 
 def test_settings(fake, monkeypatch):
-    monkeypatch.setattr(selection, "_verified", {"gelu": (torch.bfloat16,)})
+    monkeypatch.setattr(fused, "_verified", {"gelu": (torch.bfloat16,)})
     with kernels.using_kernels("torch"):
         assert not kernels.chosen("gelu", fake())
 
@@ -51,7 +51,7 @@ def test_no_kernels_on_a_cpu(setting):
 
 
 def test_meta_tensors_stand_for_those_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(selection, "_verified", {"gelu": (torch.bfloat16,)})
+    monkeypatch.setattr(fused, "_verified", {"gelu": (torch.bfloat16,)})
     bf16, fp64 = (torch.empty(4, device="meta", dtype=one) for one in (torch.bfloat16, float))
     assert kernels.chosen("gelu", bf16) and not kernels.chosen("qk_norm", bf16)
     with kernels.using_kernels("triton"):
@@ -140,7 +140,7 @@ def choose_verified_while_compiled():
     with FakeTensorMode(allow_non_fake_inputs=True):
         like = torch.empty(4, device="cuda")
     for dtypes in ([], [torch.float32], [torch.bfloat16]):
-        selection.set_verified("planted", dtypes)
+        fused.set_verified("planted", dtypes)
         chosen.append(float(function(torch.zeros(()))))
     return chosen
 

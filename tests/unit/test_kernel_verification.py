@@ -1,9 +1,7 @@
 """Kernels are verified on a device before they run there, and replaced where they differ."""
 
-import json
 import logging
 import os
-import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,12 +12,11 @@ import torch
 from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
-from opensora_sp import compile_cache
-from opensora_sp.device_verification import choose_kernels, kernels, verdicts, warn_of_changes
-from opensora_sp.models import kernels as kernels_package
-from opensora_sp.models.kernels import examples, selection, using_kernels, verification
+from opensora_sp import compile_cache, device_verification
+from opensora_sp.device_verification import choose_kernels, warn_of_changes
+from opensora_sp.models.kernels import examples, fused, using_kernels, verification
 from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names
-from opensora_sp.models.kernels.gelu import linear_gelu
+from opensora_sp.models.kernels.fused import linear_gelu
 from opensora_sp.models.kernels.verification import (
     NO_TRITON,
     OBSTACLES,
@@ -29,6 +26,7 @@ from opensora_sp.models.kernels.verification import (
     verify_kernel,
 )
 from opensora_sp.runtime.doctor.device import kernels as doctor_kernels
+from opensora_sp.runtime.versions import source_digest
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
@@ -254,18 +252,18 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # torch sets it when it compiles.
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(kernels, "kernel_names", lambda: ["planted"])
-    monkeypatch.setattr(selection, "_verified", {})
-    monkeypatch.setattr(kernels, "device_facts", lambda device: {"device": "a CPU"})
+    monkeypatch.setattr(device_verification, "kernel_names", lambda: ["planted"])
+    monkeypatch.setattr(fused, "_verified", {})
+    monkeypatch.setattr(device_verification, "device_facts", lambda device: {"device": "a CPU"})
     calls = []
 
     def verify(name, sizes, dtype, device):
         calls.append((name, sizes, dtype))
         return verify_kernel(name, sizes, dtype, CPU)
 
-    monkeypatch.setattr(kernels, "verify_kernel", verify)
-    monkeypatch.setattr(kernels, "obstacle", lambda device: None)
-    monkeypatch.setattr(verdicts, "_check_device", lambda *args: None)
+    monkeypatch.setattr(device_verification, "verify_kernel", verify)
+    monkeypatch.setattr(device_verification, "obstacle", lambda device: None)
+    monkeypatch.setattr(device_verification, "_check_device", lambda *args: None)
     # After the test, other tests of this process take the kernels that they always take.
     with using_kernels("auto"):
         yield calls
@@ -280,7 +278,7 @@ def test_kernels_run_once_they_are_verified(device, caplog):
     caplog.set_level(logging.INFO)
     assert choose() == {"planted": "triton"}
     assert device == [("planted", SIZES, torch.bfloat16)]
-    assert selection._verified == {"planted": (torch.bfloat16,)}
+    assert fused._verified == {"planted": (torch.bfloat16,)}
     (line,) = caplog.messages
     assert line.startswith("kernels: planted by Triton (verified in ")
 
@@ -300,7 +298,7 @@ def test_a_kernel_that_differs_is_replaced_with_one_warning(device, caplog, faul
     plant(fault)
     caplog.set_level(logging.INFO)
     assert choose() == {"planted": "torch"}
-    assert selection._verified == {"planted": ()}
+    assert fused._verified == {"planted": ()}
 
     warning, line = caplog.messages
     assert warning.startswith("kernel planted is replaced by plain torch") and reported in warning
@@ -318,9 +316,11 @@ def test_triton_requires_kernels_that_are_right(device):
 def test_where_triton_runs_nothing_no_rank_is_left_behind(device, reason, monkeypatch, caplog):
     plant()
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(kernels, "obstacle", lambda device: reason)
+    monkeypatch.setattr(device_verification, "obstacle", lambda device: reason)
     gathered = []
-    monkeypatch.setattr(verdicts, "agreed", lambda own: gathered.append(own) or dict(own))
+    monkeypatch.setattr(
+        device_verification, "agreed", lambda one: gathered.append(one) or one.copy()
+    )
 
     assert choose() == {"planted": "torch"}
     assert gathered[0]["planted"] == reason
@@ -346,7 +346,7 @@ def test_triton_is_refused_for_float64(device):
     plant()
     with pytest.raises(ValueError, match="tokens in float64; expected float32, .* set kernels="):
         choose("triton", dtype=torch.float64)
-    assert selection.current_kernels() == "auto"
+    assert fused.current_kernels() == "auto"
 
 
 def test_torch_and_other_devices_verify_nothing(device, caplog):
@@ -393,8 +393,6 @@ def test_failures_are_verified_again(device):
         b"[1, 2]",
         b'{"passed": 3}',
         lambda content: content[: len(content) // 2],
-        # Of other facts, as after a collision of names or a copy.
-        lambda content: json.dumps(json.loads(content) | {"facts": {}}).encode(),
     ],
 )
 def test_a_damaged_cache_is_verified_and_written_again(device, tmp_path, damage):
@@ -416,7 +414,7 @@ def test_what_triton_compiles_is_kept_by_versions(device, tmp_path, monkeypatch)
         kept.append(os.environ["TRITON_CACHE_DIR"])
         return []
 
-    monkeypatch.setattr(kernels, "verify_kernel", verify)
+    monkeypatch.setattr(device_verification, "verify_kernel", verify)
     choose()
     assert kept == [str(compile_cache.default_folder() / "triton")]
     assert Path(*kept).is_relative_to(tmp_path)
@@ -435,7 +433,7 @@ def test_a_full_device_is_not_a_broken_one(monkeypatch):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "zeros", full)
-    verdict = verdicts._verdict("gelu", full, CUDA)
+    verdict = device_verification._verdict("gelu", full, CUDA)
     assert verdict == "it could not be compared: OutOfMemoryError: CUDA out of memory"
 
 
@@ -445,42 +443,21 @@ def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
 
     monkeypatch.setattr(torch, "zeros", broken)
     with pytest.raises(ValueError, match="from gelu .* set kernels='torch'"):
-        verdicts._check_device("gelu", CUDA, RuntimeError("CUDA error"))
-
-
-def test_a_broken_device_is_an_error_after_all_ranks_have_gathered(device, monkeypatch):
-    plant("error")
-
-    def broken(name, *args):
-        raise verdicts.BrokenDeviceError(f"got an error from {name}")
-
-    monkeypatch.setattr(verdicts, "_check_device", broken)
-    gathered = []
-    monkeypatch.setattr(verdicts, "agreed", lambda own: gathered.append(own) or dict(own))
-    with pytest.raises(ValueError, match="got an error from planted"):
-        choose()
-    assert gathered[0][verdicts.DEVICE] == "got an error from planted"
+        device_verification._check_device("gelu", CUDA, RuntimeError("CUDA error"))
 
 
 def test_interpreted_kernels_are_not_remembered(device, tmp_path, monkeypatch):
     plant()
-    monkeypatch.setattr(verdicts, "INTERPRETED", True)
+    monkeypatch.setattr(device_verification, "INTERPRETED", True)
     assert choose() == {"planted": "triton"}
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_the_source_is_part_of_a_verdict(tmp_path, monkeypatch):
-    digest = kernels.source_digest()
-    assert len(digest) == 16 and digest == kernels.source_digest()
-
-    copied = tmp_path / "kernels"
-    shutil.copytree(Path(kernels_package.__file__).parent, copied)
-    monkeypatch.setattr(kernels_package, "__file__", str(copied / "__init__.py"))
-    assert kernels.source_digest() == digest
-    for name in ("__init__.py", "triton/gelu.py", "gelu.py"):
-        (copied / name).write_text((copied / name).read_text() + "\n")
-        before, digest = digest, kernels.source_digest()
-        assert digest != before, name
+def test_the_source_is_part_of_a_verdict(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a CPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    facts = device_verification.device_facts(CUDA)
+    assert facts["source"] == source_digest()
 
 
 def test_a_run_that_resumes_with_other_kernels_warns(caplog):

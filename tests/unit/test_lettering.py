@@ -12,9 +12,9 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from PIL import Image, ImageDraw, features
 
 from opensora_sp.sampling import contact_sheet
-from opensora_sp.sampling.conditioning import Prompt
 from opensora_sp.sampling.contact_sheet import drawable, font_of, write_contact_sheet
 from opensora_sp.sampling.outputs import Output
+from opensora_sp.sampling.prompts import Prompt
 from opensora_sp.sampling.requests import Request, file_name
 
 FOX = "狐"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -21,7 +23,10 @@ import pytest
 from PIL import Image
 from runs import ROOT
 
-from opensora_sp.checkpoint.folder import resolve_inside
+from opensora_sp.checkpoint import open_adapters, open_weights, saved_config, verify
+from opensora_sp.checkpoint.checkpoint_folder import resolve_inside
+from opensora_sp.checkpoint.pretrained import saved_license
+from opensora_sp.cli.sample import parse
 from opensora_sp.common.files import parse_json
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import (
@@ -39,10 +44,14 @@ from opensora_sp.data import (
 )
 from opensora_sp.data.index import check_captions, read_captions
 from opensora_sp.data.video import count_frames, probe
-from opensora_sp.sampling import parse, prompts, read_prompts
+from opensora_sp.runtime.cost_model_file import read_cost_model
+from opensora_sp.runtime.run_lock import Holder
+from opensora_sp.sampling import prompts, read_prompts
 from opensora_sp.sampling.requests import check_requests, requests_of
 from opensora_sp.sampling.run import preflight
+from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import check_run_dir
+from opensora_sp.training.trackers import WandbTracker
 
 SAMPLE = str(ROOT / "configs" / "demo" / "sample.py")
 TRAIN = str(ROOT / "configs" / "demo" / "train.py")
@@ -351,6 +360,41 @@ def test_a_large_file_of_prompts_is_not_read(
     path.write_text("a\n" * 4)
     with pytest.raises(ValueError, match="more than 3 prompts; expected at most so many"):
         read_prompts(path)
+
+
+def tracked_by_wandb(folder: Path) -> None:
+    sys.modules["wandb"] = SimpleNamespace(init=print)
+    WandbTracker(folder, {})
+
+
+def opened_adapters(folder: Path) -> object:
+    (folder / "adapter_config.json").touch()
+    return open_adapters(str(folder))
+
+
+# Every small file that a command reads of a run, of weights or of adapters.
+SMALL_FILES: dict[str, Callable[[Path], object]] = {
+    "COMMIT": verify,
+    "manifest.json": lambda folder: (folder / "COMMIT").write_text("2 0\n") and verify(folder),
+    "metrics.jsonl": read_metrics,
+    "wandb_id": tracked_by_wandb,
+    "run.lock": lambda folder: Holder.read(folder / "run.lock"),
+    "config.json": saved_config,
+    "model.safetensors.index.json": open_weights,
+    "adapter_config.json": opened_adapters,
+    "README.md": saved_license,
+    "cost.json": lambda folder: read_cost_model(folder / "cost.json"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_FILES)
+def test_a_small_file_of_any_size_takes_no_memory(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 3 << 30)
+    message = refusal_within(MEMORY, lambda: SMALL_FILES[name](tmp_path))
+    # A lock or a card without its content is none.
+    if not message.startswith("nothing: None"):
+        assert re.search(r"Error: got .* of more than [\d,]+ bytes; expected", message), message
 
 
 def test_deep_json_stays_within_memory() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from opensora_sp.plugin.launch import use_cpu_if_nothing_else
 from opensora_sp.plugin.loss_scale import LossScale
+from opensora_sp.plugin.process_group import use_cpu_if_nothing_else
 
 
 def colossalai_scaler(**options: Any) -> Any:

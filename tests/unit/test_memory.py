@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora_sp.models import build_model
-from opensora_sp.models.conditioning import MAX_TABLES, Conditioning, Text
+from opensora_sp.models.conditions import MAX_TABLES, Conditioning, Text
 
 pytestmark = pytest.mark.core
 

@@ -11,9 +11,8 @@ from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 from waves import end_of
 
-from opensora_sp.models import kernels
-from opensora_sp.models.conditioning import Conditioning, Text
-from opensora_sp.models.kernels import Kernels, Part, using_kernels
+from opensora_sp.models.conditions import Conditioning, Text
+from opensora_sp.models.kernels import Kernels, Part, fused, using_kernels
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
 from opensora_sp.parallel.strategies.rows import _entries_of_chunks
 
@@ -90,7 +89,7 @@ def results_of(case: Case, dtype: torch.dtype, compute: torch.dtype) -> dict[str
         if case.across:
             own["x"] = laid_across(own["x"])
         own = {name: tensor.requires_grad_() for name, tensor in own.items()}
-        outputs = getattr(kernels, function.split()[0])(**own, part=case.part)
+        outputs = getattr(fused, function.split()[0])(**own, part=case.part)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         weights = [inputs["branch"].to(compute) * (i + 1) for i in range(len(outputs))]
         if case.across:
@@ -179,14 +178,14 @@ def of_local_rows(
     with using_kernels(setting):
         text = Text(torch.zeros(2, 16), [1, 1])
         conditioning = Conditioning(modulation, frames, text)
-        condition = getattr(conditioning, rows.layout)(rows)
+        condition = conditioning.of(rows.layout, rows)
         entries = condition.entries(torch.zeros(3, 16), 3, torch.tensor([0.5, 2.0]))
 
         sizes, outputs = chunks or [rows.count], []
         of_chunks = _entries_of_chunks(entries, condition.part, sizes)
         for tokens, (shift, scale, gate, part) in zip(x.split(sizes), of_chunks, strict=True):
-            same, modulated = kernels.norm_modulate(tokens, shift, scale, part)
-            outputs.append(kernels.add_gated(same, gate, modulated.square(), part))
+            same, modulated = fused.norm_modulate(tokens, shift, scale, part)
+            outputs.append(fused.add_gated(same, gate, modulated.square(), part))
         out = torch.cat(outputs)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), (modulation, x))]
 

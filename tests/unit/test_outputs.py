@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from itertools import chain, product
 from pathlib import Path
@@ -15,16 +16,17 @@ import pytest
 import torch
 from PIL import Image
 
+from opensora_sp.cli.sample import parse
 from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
 from opensora_sp.data import read_frames
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.sampling import outputs, parse, read_prompts, sample
-from opensora_sp.sampling.outputs import Output, fingerprint
+from opensora_sp.sampling import outputs, read_prompts, sample
+from opensora_sp.sampling.outputs import Output, fingerprint, write_batch
 from opensora_sp.sampling.process_groups import choose_groups
 from opensora_sp.sampling.requests import batches_of, requests_of
-from opensora_sp.sampling.run import build_pipeline, preflight, write_batch
+from opensora_sp.sampling.run import build_pipeline, preflight
 
 TABLE = """prompt,num_frames,resolution,seed,fps,negative_prompt
 a red circle,,,,,
@@ -120,6 +122,39 @@ def test_batches_hold_one_shape_and_leave_no_group_without_work(asked: Inference
     assert [len(batch) for batch in batches_of(requests, 4, groups=3)] == [2, 2, 1, 1]
     for batch in batches_of(requests, 4):
         assert len({request.shape for request in batch}) == 1
+
+
+def test_progress_is_logged_where_no_terminal_shows_a_bar(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("opensora_sp.sampling.run.REPORT_EVERY", 0.0)
+    command = [str(trained / "sample.py"), "--ckpt", str(trained), "--num-sampling-steps", "2"]
+    options = ["--outputs", str(tmp_path), "--prompt", "a", "--prompt", "b", "--num-frames", "1"]
+    with caplog.at_level("INFO", "opensora_sp"):
+        sample(parse([*command, *options]))
+    reports = re.findall(r"sampling step (\d) of 2, \d+ s left", caplog.text)
+    assert reports == ["1", "2"]
+
+
+def test_an_odd_size_is_refused_where_the_file_would_have_another(trained: Path) -> None:
+    command = [str(trained / "sample.py"), "--ckpt", str(trained), "--prompt", "a"]
+    with pytest.raises(ValueError, match="got frames of 65x65 .*; expected even sides.*64x64"):
+        preflight(parse([*command, "--resolution", "65x65"]))
+
+    named = ["--resolution", "144p", "--aspect-ratio", "9:21"]
+    for options in (["--gif"], ["--num-frames", "1"], named):
+        size = [] if options == named else ["--resolution", "65x65"]
+        assert preflight(parse([*command, *size, *options]))[0]
+
+
+@pytest.mark.parametrize("text", ["", " ", '{"mask_strategy": "0"}'])
+def test_a_prompt_without_text_is_refused(text: str, trained: Path) -> None:
+    command = [str(trained / "sample.py"), "--ckpt", str(trained), "--prompt", text]
+    with pytest.raises(ValueError, match="got the prompt .*, which has no text; expected some;"):
+        preflight(parse(command))
 
 
 def test_skip_existing_continues_where_a_run_stopped(
@@ -293,7 +328,7 @@ def test_bad_rows_of_prompt_files_are_refused_by_line(trained: Path, tmp_path: P
             "got aspect_ratio '9:15' with resolution '240p'",
         ),
         ("prompt,aspect_ratio\na,9:16\n", "without resolution for 'a'"),
-        ("prompt,height\na,16\n", "expected height and width, or resolution"),
+        ("prompt,height\na,16\n", "unknown key 'height'; expected a known one"),
         ("prompt,seed\na,1,2\n", "got more cells than columns"),
     ]:
         (tmp_path / "bad.csv").write_text(row)
@@ -301,7 +336,7 @@ def test_bad_rows_of_prompt_files_are_refused_by_line(trained: Path, tmp_path: P
             read_prompts(tmp_path / "bad.csv")
 
     (tmp_path / "good.csv").write_text(
-        "text,num_frames,resolution,aspect_ratio,width,height\na,2s,240p,9:16,,\nb,,,,8,4\n"
+        "text,num_frames,resolution,aspect_ratio\na,2s,240p,9:16\nb,,4x8,\n"
     )
     wide, small = read_prompts(tmp_path / "good.csv")
 

@@ -14,12 +14,12 @@ from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts, block_flops
-from opensora_sp.parallel.debug.parity import ATTRIBUTE
+from opensora_sp.parallel.engine import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.options import STRATEGY_OPTIONS
 from opensora_sp.parallel.rank_groups import nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
-from opensora_sp.parallel.strategies.base import few_frames_costs
+from opensora_sp.parallel.strategies.few_units import few_frames_costs
 from opensora_sp.training.summary import describe_exchanges
 
 XL2: Any = resolve_config("STDiT3-XL/2")

@@ -11,7 +11,7 @@ from opensora_sp.config import load_train_config
 from opensora_sp.models.recompute import OFFLOADED
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.planner.bucket_levels import BucketLevels
-from opensora_sp.planner.checkpointing import budget_of
+from opensora_sp.planner.memory import budget_of
 from opensora_sp.planner.run_estimator import Memory, RunEstimator
 from opensora_sp.training.memory_fit import check_host
 

@@ -18,10 +18,9 @@ from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.data.schedule import schedule
 from opensora_sp.features.build import make_dataset, make_plan, micro_batches_of_step
 from opensora_sp.parallel.rank_groups import nested_groups
-from opensora_sp.planner import plan
-from opensora_sp.planner.communicators import communicators, gpus_of_node
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.planner.run_plan import estimator_of
+from opensora_sp.planner.run_plan import estimator_of, plan
+from opensora_sp.planner.traffic import communicators, gpus_of_node
 
 
 @pytest.fixture
@@ -65,8 +64,8 @@ def test_degrees_of_a_map_and_bounds_of_memory_are_kept(
     monkeypatch.setattr(plan_steps, "least_ranks", least)
     found = steps_of(load_train_config(config), memory_gb=40)
     assert set(map(tuple, found.degrees.values())) == {(8,)}
-    # What a run has beside its communicators.
-    assert set(asked) == {40e9 - communicators(8, 8).beside_largest}
+    # Less all communicators but the largest.
+    assert set(asked) == {40e9 - sum(communicators(8, 8)[1:])}
     assert f"{asked[0] / 1e9:.4g} GB of a GPU beside communicators" in " ".join(found.describe())
 
 

@@ -329,7 +329,8 @@ def test_an_index_is_written_whole_or_not_at_all(
     }
 
     monkeypatch.setattr(
-        "opensora_sp.cli.index.index_files", lambda *_, **__: pytest.fail("looked at files first")
+        "opensora_sp.cli.index_clips.index_files",
+        lambda *_, **__: pytest.fail("looked at files first"),
     )
     for name, message in [
         ("set.csv", f"--output '{tmp_path / 'set.csv'}', which is a folder"),

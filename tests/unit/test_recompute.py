@@ -20,7 +20,7 @@ from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.bucket_levels import BucketLevels, levels_for
-from opensora_sp.planner.checkpointing import budget_of, choose_levels, describe
+from opensora_sp.planner.memory import budget_of, choose_levels, describe
 from opensora_sp.planner.trace import Activations, trace_activations
 from opensora_sp.training import memory_fit
 

@@ -161,13 +161,25 @@ def test_a_line_that_was_cut_off_does_not_stop_the_next_start(tmp_path: Path) ->
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("damage", [b"\xff\n", b"3\n"])
-def test_damaged_metrics_do_not_stop_the_next_start(
-    tmp_path: Path, log: list[str], damage: bytes
+@pytest.mark.parametrize(
+    ("place", "bit"), [(b'{"step', 1), (b'step": ', 1), (b"loss", 0x80), (b"skipped", 1)]
+)
+def test_a_flipped_bit_costs_one_line(
+    place: bytes, bit: int, log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(damage)
-    report(tmp_path, range(0, 1))
-    assert sum("metrics.jsonl is incomplete" in line for line in log) == 1
+    """The count of skipped steps goes on, so none of them is reported a second time."""
+    alerts: list[str] = []
+    monkeypatch.setattr(Reporter, "_alert", lambda self, title, *_: alerts.append(title))
+    monkeypatch.setitem(VALUES, "skipped_steps", 2)
+    report(tmp_path, range(3))
+
+    content = bytearray((tmp_path / "metrics.jsonl").read_bytes())
+    content[content.rindex(place)] ^= bit
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    report(tmp_path, range(3, 5))
+    assert alerts.count("NaN") == 1 and not [line for line in log if "incomplete" in line]
+    kept = [3] if place == b"skipped" else []
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, *kept, 4, 5]
 
 
 def test_metrics_stay_where_they_cannot_be_rewritten(tmp_path: Path) -> None:

@@ -28,8 +28,12 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.writer import all_finite
 from opensora_sp.training import run
-from opensora_sp.training.checkpointing import Checkpoints
-from opensora_sp.training.resuming import choose_checkpoint, find_checkpoint, find_good
+from opensora_sp.training.checkpointing import (
+    Checkpoints,
+    choose_checkpoint,
+    find_checkpoint,
+    find_good,
+)
 
 FILES = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 FIRST, SECOND = checkpoint_name(1), checkpoint_name(2)

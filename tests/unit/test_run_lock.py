@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -162,6 +163,19 @@ def test_heartbeats_of_another_host_refuse_a_second_run(
     threading.Timer(0.5, path.unlink).start()
     with RunLock(tmp_path):
         assert holder_of(tmp_path).host == OURS.host
+
+
+def test_a_start_for_which_other_ranks_wait_names_the_holder_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats that were watched for a shorter time do not prove that the lock is stale."""
+    monkeypatch.setattr(run_lock, "LOCAL_WAIT", 60.0)
+    started = time.monotonic()
+    for held in (nullcontext(write_lock(tmp_path, FAR)), RunLock(tmp_path)):
+        with held, pytest.raises(ValueError, match="which process .* holds"):
+            RunLock(tmp_path, patience=0.3).__enter__()
+        (tmp_path / LOCK).unlink(missing_ok=True)
+    assert time.monotonic() - started < 20
 
 
 def take(folder: Path, start: threading.Barrier, tried: threading.Barrier, taken: object) -> None:

@@ -16,9 +16,10 @@ from opensora_sp.encoders import LATENT_ENCODERS, ImageVAE, T5TextEncoder
 from opensora_sp.encoders.loading import weight_bytes
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.planner import BatchSpec, plan
+from opensora_sp.planner.batches import BatchSpec
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.planner.run_estimator import RunEstimator
+from opensora_sp.planner.run_plan import plan
 from opensora_sp.planner.sampling_memory import (
     FREE_SHARE,
     EncoderTracer,
@@ -212,7 +213,8 @@ def test_less_stays_on_the_device_the_less_memory_is_free(
     for peak in (peaks[0], peaks[3]):
         # Of several that take as much, the first.
         one = candidates[peaks.index(peak)]
-        chosen, estimate = placed(cfg, spec, *model, memory=peak)
+        run.memory = (peak + 1) / FREE_SHARE
+        chosen, estimate = placed(run, spec, memory)
         assert (chosen.vae, chosen.text_encoder) == (one.vae, one.text_encoder)
         assert estimate.peak == peak
 

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from opensora_sp.models.registry import CLASSES, resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CPU, H100, PRESETS, CostModel
+from opensora_sp.parallel.cost_model import CPU, H100, CostModel
+from opensora_sp.parallel.gpus import PRESETS
 from opensora_sp.planner.seconds import ModelCosts, seconds_of
 from opensora_sp.planner.trace import small_meta_model, step_inputs
 

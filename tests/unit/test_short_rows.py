@@ -5,8 +5,8 @@ import torch
 from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 
-from opensora_sp.models import kernels
-from opensora_sp.models.kernels.short_rows import explicit_softmax
+from opensora_sp.models.kernels import fused
+from opensora_sp.models.kernels.fused import explicit_softmax
 from opensora_sp.models.recompute import EVERYTHING
 
 # Of the reference in at least float32: rounding of 16-bit results, and of the softmax's weights.
@@ -70,9 +70,9 @@ def test_queries_and_keys_that_autocast_leaves_wider_are_rounded_to_the_values()
     (qkv, _) = random_qkv(2, 5, 2, 16)
     q, k, v = qkv.unbind(2)
     narrow = [z.bfloat16() for z in (q, k, v)]
-    found = kernels.attend_short_rows(q, k, narrow[2])
+    found = fused.attend_short_rows(q, k, narrow[2])
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, kernels.attend_short_rows(*narrow))
+    assert torch.equal(found, fused.attend_short_rows(*narrow))
 
 
 def by_strided_views():

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from exits import recorded_exits
 
-from opensora_sp.runtime import signals as module
-from opensora_sp.runtime.signals import SignalHandler
+from opensora_sp.runtime import processes as module
+from opensora_sp.runtime.processes import SignalHandler
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from opensora_sp.common.importing import check_diffusers
 # ruff: noqa: E402  an older version would fail in the imports
 check_diffusers()
 
-from .folder import write_pipeline
-from .pipeline import OpenSoraPipeline, OpenSoraPipelineOutput
+from .pipeline_folder import write_pipeline
+from .pipeline_open_sora import OpenSoraPipeline, OpenSoraPipelineOutput
 from .scheduler import OpenSoraScheduler
 
 __all__ = ["OpenSoraPipeline", "OpenSoraPipelineOutput", "OpenSoraScheduler", "write_pipeline"]

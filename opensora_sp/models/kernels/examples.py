@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .modulation import Part
-from .short_rows import HEAD_WIDTHS
+from .fused import HEAD_WIDTHS, Part
 
 if TYPE_CHECKING:
-    from opensora_sp.models.config import SharedConfig
+    from opensora_sp.models.stdit_config import SharedConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Example:
     """A call of a kernel's function.
 
     Args:
-        function: its name, in ``<name>.py`` and ``triton/<name>.py``.
+        function: its name, in ``fused.py`` and ``triton/<name>.py``.
         arguments: by name. Floating tensors are float32 on the CPU; they are moved to the device
             and cast to the dtype that is verified, with the strides that they have.
         gradients: names of the tensors whose gradients are compared too. Without any, the call is

@@ -1,4 +1,5 @@
-"""Triton kernels on a device against their references, values and gradients, on small examples.
+"""Triton kernels and kernels of attention on a device against their references: values and
+gradients of small examples.
 
 The reference runs in float64 on the CPU, and in the dtype of the kernel there and on the device:
 its error is what rounding does. A kernel may have a few times that.
@@ -6,7 +7,7 @@ its error is what rounding does. A kernel may have a few times that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,13 @@ from torch import Tensor
 
 from opensora_sp.compile_cache import has_triton
 
+from .. import attention_table
+from ..attention import attention
+from ..attention_table import LABELS, Backend, Platform, Sequences
+from ..packing import Lengths
+from . import fused
 from .examples import Example, Sizes, examples_of, normal
-from .selection import using_kernels
+from .fused import using_kernels
 
 # Sums in another order, other approximations of exp and tanh. An error of plain torch on the device
 # counts up to as many times its error on the CPU, so that a faulty device excuses nothing.
@@ -30,6 +36,18 @@ MIN_ERROR = 2.5e-6
 # A tensor of small values, such as a gradient that is zero but for rounding, is compared with this
 # part of the largest one.
 NOISE_FLOOR = 1e-3
+
+# Some kernels of attention are wrong only where 128 does not divide a length, or leaves 64.
+ODD_LENGTHS = (405, 704, 1590)
+# Tokens of examples: more would take the CPU minutes.
+MAX_LENGTH = 2048
+# Numbers in one tensor of the definition: 16 MB in float64.
+MAX_SCORES = 2**21
+MANY_ROWS = 300
+# All scores lie near this, so that their exponentials are zero in float32.
+LOW_SCORE = -120.0
+# Up to one tile of tokens no kernel is chosen for its speed.
+TILE = 128
 
 # Tests compile the kernels from here on.
 CAPABILITY = (8, 0)
@@ -111,8 +129,7 @@ def _function(by: str, name: str, example: Example) -> Callable[..., Any]:
     """A kernel's function by "triton", or by its reference in plain "torch"."""
     if by == "triton":
         return getattr(import_module(f".triton.{name}", __package__), example.function)
-    public = getattr(import_module(f".{name}", __package__), example.function)
-    return using_kernels("torch")(public)
+    return using_kernels("torch")(getattr(fused, example.function))
 
 
 @contextmanager
@@ -232,3 +249,98 @@ def _rms(tensor: Tensor) -> float:
 
 def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+# --- kernels of attention
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A call of a model, by what the choice of its kernel depends on and by its arguments."""
+
+    sequences: Sequences
+    example: Example
+
+
+def verify_backend(backend: Backend, cases: Collection[Case], device: torch.device) -> str | None:
+    """How a kernel of attention differs from the definition, or why it cannot run here; or None."""
+    platform = Platform.of(device, backend.deterministic)
+    for case in cases:
+        if problem := attention_table.obstacle(backend.name, case.sequences, platform):
+            return problem
+        kernel = partial(attention, backend=backend)
+        for difference in compare(kernel, define, case.example, case.sequences.dtype, device):
+            if not difference.ok:
+                return str(difference)
+    return None
+
+
+def cases_of(
+    config: Any, lengths: Mapping[str, Collection[int]], dtype: torch.dtype, *, trained: bool
+) -> Iterator[Case]:
+    """Small calls of each kind of attention, which differ in their lengths.
+
+    Args:
+        config: of an STDiT model.
+        lengths: of a run's sequences, by kind. The shortest, the longest, and the longest that 128
+            does not divide are taken.
+        trained: whether gradients are compared, too.
+    """
+    width = config.hidden_size // config.num_heads
+
+    def case(
+        kind: str, label: str, queries: Sequence[int], keys: Sequence[int], *, packed: bool
+    ) -> Case:
+        scores = sum(q * k for q, k in zip(queries, keys, strict=True))
+        heads = max(1, min(config.num_heads, MAX_SCORES // scores))
+        arguments: dict[str, Any] = {"lengths": (queries, keys) if packed else None}
+        for seed, (name, tokens) in enumerate({"q": queries, "k": keys, "v": keys}.items()):
+            shape = (sum(tokens),) if packed else (len(tokens), tokens[0])
+            arguments[name] = normal(*shape, heads, width, seed=seed)
+
+        example = Example(
+            f"{LABELS[kind]} over {label}", arguments, ("q", "k", "v") if trained else ()
+        )
+        return Case(Sequences(dtype, width, kind, max(keys), packed), example)
+
+    for kind in ("spatial", "temporal") if config.alternates else ("spatial",):
+        for length in _some(lengths[kind]):
+            tokens = (length,) * 2
+            yield case(kind, f"{length} tokens", tokens, tokens, packed=False)
+        if max(lengths[kind], default=0) > TILE:
+            low = case(kind, "low scores", (704, 704), (704, 704), packed=False)
+            low.example.arguments["q"][..., 0] = 1.0
+            low.example.arguments["k"][..., 0] = LOW_SCORE * width**0.5
+            yield low
+            tokens = (136,) * MANY_ROWS
+            yield case(kind, "many rows", tokens, tokens, packed=False)
+        tokens = (405, 1, 131)
+        yield case(kind, "rows of 405, 1 and 131 tokens", tokens, tokens, packed=True)
+
+    text = config.model_max_length
+    for queries, keys in (
+        ((1590, 1590), (text, text)),
+        ((405, 0, 131, 64), (text, 7, 1, max(1, text // 2))),
+    ):
+        label = f"texts of {', '.join(map(str, keys))} tokens"
+        yield case("cross", label, queries, keys, packed=True)
+
+
+def _some(lengths: Collection[int]) -> list[int]:
+    """Lengths to compare: of a run, and such that kernels have been wrong at."""
+    possible = sorted(min(length, MAX_LENGTH) for length in lengths if length > 1)
+    odd = [length for length in possible if length % TILE]
+    known = ODD_LENGTHS if possible and possible[-1] > TILE else ()
+    return sorted({*possible[:1], *possible[-1:], *odd[-1:], *known})
+
+
+def define(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None = None) -> Tensor:
+    """Attention by its definition, with each result rounded to the dtype of the tensors.
+
+    The arguments are as in ``attention``.
+    """
+    if lengths is None:
+        scores = torch.einsum("rqhd,rkhd->rhqk", q * q.shape[-1] ** -0.5, k)
+        return torch.einsum("rhqk,rkhd->rqhd", scores.softmax(dim=-1), v)
+    samples = zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
+    return torch.cat([define(*(z[None] for z in sample))[0] for sample in samples])

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from ..typed import is_backward_running
 
-PHASES = ("forward", "recompute", "backward")
 Key: TypeAlias = tuple[str, str]
 
 _open: list[CommLedger] = []
@@ -52,37 +50,6 @@ class CommLedger:
 
     def __exit__(self, *error: object) -> None:
         _open.remove(self)
-
-    def table(self, group: dist.ProcessGroup | None = None) -> str:
-        """A line for each kind and phase: collectives, elements sent and MB (1e6 bytes) sent.
-
-        Without a group, of this rank. With a group, the mean over its ranks and the busiest one;
-        that is collective.
-        """
-        counters = [self.calls, self.elements, self.bytes]
-        ranks = [counters]
-        if group is not None:
-            ranks = [[] for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(ranks, counters, group=group)
-        calls, elements, sent = zip(*ranks, strict=True)
-
-        lines = [
-            f"{'kind':8} {'phase':10} {'calls':>6} {'elements':>14} {'MB':>10} {'busiest MB':>10}"
-            "  rank"
-        ]
-        keys: set[Key] = set().union(*calls)
-        for key in sorted(keys, key=lambda key: (key[0], PHASES.index(key[1]))):
-            sent_bytes = [counter[key] for counter in sent]
-            busiest = sent_bytes.index(max(sent_bytes)) if group is not None else "this"
-            lines.append(
-                f"{key[0]:8} {key[1]:10} {_mean(calls, key):6g} {_mean(elements, key):14.0f} "
-                f"{_mean(sent, key) / 1e6:10.3f} {max(sent_bytes) / 1e6:10.3f}  {busiest}"
-            )
-        return "\n".join(lines)
-
-
-def _mean(counters: Sequence[Counter[Key]], key: Key) -> float:
-    return sum(counter[key] for counter in counters) / len(counters)
 
 
 def record(kind: str, *, backward: bool, elements: int, element_size: int) -> None:

@@ -6,6 +6,7 @@ Split sizes follow from shapes and the model alone, so ranks that differ in them
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,6 @@ from ..agreement import (
     refuse_models,
 )
 from ..mesh import SequenceMesh
-from ..strategies.choice import registered_strategies
 from ..typed import Args, Kwargs
 from .communication import communicating, record
 
@@ -68,13 +68,20 @@ class InputCheck:
 
     Args:
         options, plan: dataclasses on which exchanges depend; None leaves them out.
+        strategies: returns the labels of the strategies in the order in which they are asked.
 
     Raises:
         ValueError: when called, the same on all ranks, if anything differs.
     """
 
-    def __init__(self, mesh: SequenceMesh, options: Any = None, plan: Any = None) -> None:
-        self.mesh = mesh
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        options: Any = None,
+        plan: Any = None,
+        strategies: Callable[[], list[str]] = list,
+    ) -> None:
+        self.mesh, self._strategies = mesh, strategies
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
         self._form: ModelForm | None = None
 
@@ -94,8 +101,8 @@ class InputCheck:
             self._refuse(model, entries)
 
     def _entries(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Entries:
-        """What decides which bytes are sent: options, strategies, plan, modes, and the form of the
-        inputs.
+        """Entries that decide which bytes are sent: options, strategies, plan, modes, and the form
+        of the inputs.
 
         Of inputs, also inside of containers, these are shapes, dtypes and plain values.
         """
@@ -104,9 +111,7 @@ class InputCheck:
         # different sizes (LOCAL_WORLD_SIZE) may count groups of one degree differently.
         entries["options group spans nodes"] = describe(self.mesh.spans_nodes)
         # They may be registered at any time.
-        entries["strategies registered"] = describe(
-            [strategy.label for strategy in registered_strategies()]
-        )
+        entries["strategies registered"] = describe(self._strategies())
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..engine import ATTRIBUTE
 from ..mesh import SequenceMesh
 from ..typed import Args, Kwargs
 
 logger = logging.getLogger(__name__)
-
-# The attribute of a parallelized model that holds its engine.
-ATTRIBUTE = "_sequence_parallel"
 
 OUTPUT = "the output"  # among names of parameters
 

@@ -8,9 +8,9 @@ from ..batch_shape import BatchShape
 from ..cost_model import ChunkCosts
 from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS
 from ..options import STRATEGY_OPTIONS, Options
-from .base import Strategy
 from .heads import SplitBoth, SplitClips, SplitHeads, SplitWindows, Ulysses
 from .rows import SwitchRows, WholeSamples
+from .strategy import Strategy
 from .token_exchange import SplitGather
 
 # Of the strategies with a batch's ``option`` the first one that applies is chosen.

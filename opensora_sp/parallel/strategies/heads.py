@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..batch_shape import BatchShape, LatentRows, Rows
 from ..collectives import exchange
-from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS, WINDOW_COLUMNS, ExchangePlan, unit_ranges
+from ..layout import SPATIAL_ROWS, WINDOW_COLUMNS, ExchangePlan, unit_ranges
 from ..options import Options
-from .base import (
+from .few_units import few_frames_costs, few_frames_reason, few_windows, few_windows_reason
+from .strategy import (
     AllToAll,
     Attend,
     Block,
@@ -23,8 +24,6 @@ from .base import (
     GridOrShape,
     OneLayout,
     Segment,
-    few_frames_costs,
-    few_frames_reason,
 )
 
 FRAME_HEADS = "b t h | s"
@@ -252,30 +251,6 @@ class Ulysses(SplitAttention):
 def has_heads(layout: str) -> bool:
     """True if entries of a layout are single heads of tokens."""
     return "h" in layout.split()
-
-
-def few_windows(shape: BatchShape, options: Options, ranks: int) -> bool:
-    """True if windows are fewer than ranks, and cost less when split by heads."""
-    if shape.windows is None or shape.num_windows >= ranks:
-        return False
-
-    costs = options.cost_model.few_units(
-        shape,
-        ranks,
-        options.link,
-        unit=max(shape.windows.sizes) * shape.frames,
-        num_units=shape.num_windows,
-        row_layout=SPATIAL_ROWS if ranks <= shape.num_frames else TEMPORAL_ROWS,
-    )
-    return costs.heads_cost_less
-
-
-def few_windows_reason(few: str, ranks: int) -> str:
-    """The reason to split the attention of ``few`` units by heads."""
-    return (
-        f"{few} are fewer than {ranks} ranks: their attention is split by heads as well, which "
-        "costs less"
-    )
 
 
 def _num_units(rows: Rows) -> int:

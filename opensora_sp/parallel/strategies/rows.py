@@ -17,7 +17,8 @@ from ..collectives import exchange
 from ..layout import ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
-from .base import (
+from .few_units import few_frames_reason
+from .strategy import (
     AllToAll,
     BlockLayouts,
     Exchange,
@@ -27,7 +28,6 @@ from .base import (
     Strategy,
     Switch,
     Tensors,
-    few_frames_reason,
 )
 
 SAMPLES = "b | t s"

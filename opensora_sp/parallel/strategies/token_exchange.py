@@ -12,7 +12,7 @@ from ..batch_shape import BatchShape, Rows
 from ..collectives import exchange, gather_rows
 from ..layout import SPATIAL_ROWS, WINDOW_COLUMNS, ExchangePlan
 from ..options import Options
-from .base import (
+from .strategy import (
     REPLICATED,
     AllGather,
     AllToAll,

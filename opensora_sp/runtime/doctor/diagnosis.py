@@ -83,7 +83,8 @@ def _try_collective(nproc: int) -> Check:
         try:
             _, measured = ranks.run("measure", on_step=print, is_cancelled=lambda: False)
         except ValueError as error:
-            return Check.failed("all ranks", str(error))  # which names the log
+            # The message names the log, which is kept.
+            return Check.failed("all ranks", str(error))
         finally:
             timer.cancel()
     shutil.rmtree(folder)

@@ -32,7 +32,7 @@ GB = 1e9
 MIN_MEMORY, MIN_SHARED_MEMORY = 2 * GB, 1 * GB
 
 # Variables that decide how ranks start. No secrets: they are printed.
-FORWARDED = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+|(PYTHON|LD_LIBRARY_)?PATH")
+SHOWN = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Check:
     """One line of a report: what was checked, the facts, the verdict, and what to do."""
 
     name: str
-    found: str
+    result: str
     status: Literal["ok", "warn", "FAIL"] = "ok"
     advice: str = ""
 
@@ -94,7 +94,7 @@ def examine(*, trains: bool, port: int | None = None, master: str | None = None)
         check = partial(check_own_address, (master, 22))
         checks.append(Check.run("own address", "other hosts can reach it", check))
 
-    checks += _variables(several_hosts=master is not None)
+    checks.append(_environment())
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Report(socket.gethostname(), checks, facts, gpus)
 
@@ -187,46 +187,19 @@ def _shared_memory() -> Check:
 def _port(port: int) -> Check:
     name = f"port {port}"
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        # torch's store binds with this option, too.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            advice = "pass another --master_port, on one host --standalone, or end that process"
-            return Check(name, f"{error.strerror}{_listener(port)}", "FAIL", advice)
+            advice = (
+                "pass another --master_port, on one host --standalone, or end the process that "
+                f"uses it: ss -ltnp 'sport = :{port}'"
+            )
+            return Check(name, str(error.strerror), "FAIL", advice)
     return Check(name, "free")
 
 
-def _listener(port: int) -> str:
-    """The process that listens at a port, if this user may see it."""
-    try:
-        for socket_ in psutil.net_connections("tcp"):
-            is_listening = socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port
-            if is_listening and socket_.pid:
-                return f", by process {socket_.pid} ({psutil.Process(socket_.pid).name()})"
-    except psutil.Error:
-        pass
-    return ""
-
-
-def _variables(*, several_hosts: bool) -> list[Check]:
-    forwarded = [name for name in sorted(os.environ) if FORWARDED.fullmatch(name)]
-    shown = [f"{name}={os.environ[name]}" for name in forwarded if "PATH" not in name]
-    checks = [Check("environment", ", ".join(shown) or "nothing set")]
-
-    broken = [name for name, text in sorted(os.environ.items()) if is_changed_by_bash(name, text)]
-    if several_hosts and broken:
-        facts = f"environment variables {', '.join(broken)}"
-        advice = (
-            "unset them: colossalai run sends the whole environment through a shell, which would "
-            "fail or run them"
-        )
-        checks.append(Check("colossalai run", facts, "warn", advice))
-    return checks
-
-
-def is_changed_by_bash(name: str, text: str) -> bool:
-    """True if ``export NAME="TEXT"`` would fail or give the variable another text.
-
-    ``colossalai run`` sends no text of several lines.
-    """
-    return "\n" not in text and (not name.isidentifier() or bool(set(text) & set('"`$\\')))
+def _environment() -> Check:
+    shown = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if SHOWN.fullmatch(name)]
+    return Check("environment", ", ".join(shown) or "nothing set")

@@ -11,10 +11,7 @@ struct handle {
 
 static struct handle *get(cublasHandle_t handle) { return (struct handle *)handle; }
 
-cublasStatus_t cublasCreate(cublasHandle_t *handle) {
-    *handle = calloc(1, sizeof(struct handle));
-    return CUBLAS_STATUS_SUCCESS;
-}
+cublasStatus_t cublasCreate(cublasHandle_t *handle) ANSWER(handle, calloc(1, sizeof(struct handle)))
 
 cublasStatus_t cublasDestroy(cublasHandle_t handle) {
     free(handle);
@@ -23,10 +20,7 @@ cublasStatus_t cublasDestroy(cublasHandle_t handle) {
 
 size_t cublasGetCudartVersion(void) { return CUDART_VERSION; }
 
-cublasStatus_t cublasGetVersion(cublasHandle_t handle, int *version) {
-    *version = CUBLAS_VERSION;
-    return CUBLAS_STATUS_SUCCESS;
-}
+cublasStatus_t cublasGetVersion(cublasHandle_t handle, int *version) ANSWER(version, CUBLAS_VERSION)
 
 /* Settings of a handle, each with the function that reads it. */
 #define SETTING(name, type, field)                                                                 \

@@ -43,34 +43,16 @@ const char *cudaGetErrorString(cudaError_t error) {
     }
 }
 
-cudaError_t cudaDriverGetVersion(int *version) {
-    *version = CUDART_VERSION;
-    return cudaSuccess;
-}
-
-cudaError_t cudaRuntimeGetVersion(int *version) {
-    *version = CUDART_VERSION;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDeviceCount(int *count) {
-    *count = 1;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDevice(int *device) {
-    *device = 0;
-    return cudaSuccess;
-}
+cudaError_t cudaDriverGetVersion(int *version) ANSWER(version, CUDART_VERSION)
+cudaError_t cudaRuntimeGetVersion(int *version) ANSWER(version, CUDART_VERSION)
+cudaError_t cudaGetDeviceCount(int *count) ANSWER(count, 1)
+cudaError_t cudaGetDevice(int *device) ANSWER(device, 0)
 
 cudaError_t cudaSetDevice(int device) {
     return stub_error(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
 }
 
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
-    *can = 0;
-    return cudaSuccess;
-}
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) ANSWER(can, 0)
 
 cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device) {
     snprintf(id, size, "0000:00:00.0");

@@ -42,10 +42,7 @@ cudnnStatus_t cudnnGetProperty(libraryPropertyType type, int *value) {
     return CUDNN_STATUS_SUCCESS;
 }
 
-cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) {
-    *handle = calloc(1, sizeof(struct handle));
-    return CUDNN_STATUS_SUCCESS;
-}
+cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) ANSWER(handle, calloc(1, sizeof(struct handle)))
 
 cudnnStatus_t cudnnDestroy(cudnnHandle_t handle) {
     free(handle);

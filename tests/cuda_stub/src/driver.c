@@ -22,31 +22,16 @@ struct function {
 };
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
-
-CUresult cuDriverGetVersion(int *version) {
-    *version = CUDA_VERSION;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDeviceGet(CUdevice *device, int ordinal) {
-    *device = 0;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDeviceGetCount(int *count) {
-    *count = 1;
-    return CUDA_SUCCESS;
-}
+CUresult cuDriverGetVersion(int *version) ANSWER(version, CUDA_VERSION)
+CUresult cuDeviceGet(CUdevice *device, int ordinal) ANSWER(device, 0)
+CUresult cuDeviceGetCount(int *count) ANSWER(count, 1)
 
 CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
     snprintf(name, size, DEVICE_NAME);
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) {
-    *bytes = stub_total_memory();
-    return CUDA_SUCCESS;
-}
+CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) ANSWER(bytes, stub_total_memory())
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     *value = stub_attribute((int)attribute);
@@ -77,43 +62,18 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
     return CUDA_SUCCESS;
 }
 
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    *context = CONTEXT;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuCtxGetCurrent(CUcontext *context) {
-    *context = CONTEXT;
-    return CUDA_SUCCESS;
-}
-
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) ANSWER(context, CONTEXT)
+CUresult cuCtxGetCurrent(CUcontext *context) ANSWER(context, CONTEXT)
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
-
 CUresult cuCtxPushCurrent(CUcontext context) { return CUDA_SUCCESS; }
-
-CUresult cuCtxPopCurrent(CUcontext *context) {
-    *context = CONTEXT;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuCtxGetDevice(CUdevice *device) {
-    *device = 0;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
-    *value = 1 << 20;
-    return CUDA_SUCCESS;
-}
-
+CUresult cuCtxPopCurrent(CUcontext *context) ANSWER(context, CONTEXT)
+CUresult cuCtxGetDevice(CUdevice *device) ANSWER(device, 0)
+CUresult cuCtxGetLimit(size_t *value, CUlimit limit) ANSWER(value, 1 << 20)
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 
 /* Modules and functions: a function is its name. */
 
-CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    *module = (CUmodule)malloc(1);
-    return CUDA_SUCCESS;
-}
+CUresult cuModuleLoadData(CUmodule *module, const void *image) ANSWER(module, (CUmodule)malloc(1))
 
 CUresult cuModuleLoad(CUmodule *module, const char *file) {
     return cuModuleLoadData(module, file);

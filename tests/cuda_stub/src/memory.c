@@ -159,10 +159,7 @@ cudaError_t cudaHostUnregister(void *pointer) {
     return stub_error(size ? cudaSuccess : cudaErrorHostMemoryNotRegistered);
 }
 
-cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
-    *device = host;
-    return cudaSuccess;
-}
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) ANSWER(device, host)
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes,
                                      const void *pointer) {

@@ -20,7 +20,8 @@ from torch import Tensor
 from .operator import opaque_operator
 from .sums import sum_parts
 
-COLUMNS = 128  # of a tile; divides the widths of the released models
+# Columns of a tile: divide the widths of the released models.
+COLUMNS = 128
 TILE_BYTES = 4096
 # Programs of backward, at most: 924 run at a time on an H100 SXM, 798 on an H100 PCIe and 756 on an
 # A100. These are four waves on the first and nearly five on the others.
@@ -35,7 +36,7 @@ IN_PRODUCTS = (torch.float16, torch.bfloat16)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See ``kernels/gelu.py``."""
+    """See ``kernels/fused.py``."""
     if _goes_into_product(x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
         y = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)

@@ -37,7 +37,8 @@ def opaque_operator(name: str, function: Function, fake: Function) -> Function:
         fake: the same signature; allocates the results without computing.
     """
 
-    @uncompiled  # what a graph calls is not compiled in turn
+    # What a graph calls is not compiled in turn.
+    @uncompiled
     @wraps(function)
     def on_device(first: Tensor, *args: Any) -> Any:
         if torch.is_grad_enabled() and _need_gradients(first, *args):
@@ -51,7 +52,8 @@ def opaque_operator(name: str, function: Function, fake: Function) -> Function:
 
     schema = torch.library.infer_schema(function, mutates_args=())
     _LIBRARY.define(name + schema, tags=_TAGS)
-    for device in ("CUDA", "CPU"):  # on a CPU Triton's interpreter runs them
+    # On a CPU Triton's interpreter runs them.
+    for device in ("CUDA", "CPU"):
         _LIBRARY.impl(name, on_device, device)
     torch.library.register_fake(f"opensora_sp::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.opensora_sp, name).default

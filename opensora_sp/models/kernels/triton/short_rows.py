@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..selection import INTERPRETED
-from ..short_rows import HEAD_WIDTHS, LENGTHS
+from ..fused import HEAD_WIDTHS, INTERPRETED, LENGTHS
 from .operator import opaque_operator
 
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
@@ -207,7 +206,7 @@ def _short_rows_backward(
 
 
 def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See ``kernels/short_rows.py``."""
+    """See ``kernels/fused.py``."""
     return _ShortRows.apply(q, k, v)
 
 

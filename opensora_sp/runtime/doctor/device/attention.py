@@ -11,7 +11,7 @@ from torch import Tensor
 from opensora_sp.models.attention import BACKENDS, attention, choose_backend
 from opensora_sp.models.packing import Lengths
 
-from .findings import Finding, Setup, relative_error
+from .measurements import Finding, Setup, relative_error
 
 # Tokens of 3 heads; a width of 72 is XL/2's, and 131 tokens are no multiple of a kernel's tile.
 SHAPES: dict[str, tuple[tuple[int, ...], Lengths | None]] = {
@@ -37,7 +37,8 @@ def check_attention(setup: Setup) -> Iterator[Finding]:
         for shape in SHAPES:
             try:
                 largest = _max_error(backend, dtype, shape, setup)
-            except Exception as raised:  # a kernel may raise anything; others still run
+            # A kernel may raise anything; others still run.
+            except Exception as raised:
                 yield Finding.of_error(f"{label}, {shape}", raised)
                 continue
             yield Finding(f"{label}, {shape}", largest, BOUNDS[dtype], note=f"runs {chosen}")

@@ -11,7 +11,7 @@ from opensora_sp.compile_cache import use_triton_cache
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.verification import obstacle, verify_kernel
 
-from .findings import Finding, Setup, largest_of
+from .measurements import Finding, Setup, largest_of
 
 SIZES = Sizes(width=1152, heads=16, hidden=4608)
 

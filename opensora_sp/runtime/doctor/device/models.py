@@ -14,7 +14,7 @@ from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.registry import CLASSES, REFERENCE, VARIANTS, has_one_size
 from opensora_sp.training.sp_verification import fill_zero_parameters, small_batch
 
-from .findings import Finding, Setup, largest_of, relative_error, relative_errors
+from .measurements import Finding, Setup, largest_of, relative_error, relative_errors
 
 MODELS = VARIANTS
 

@@ -16,28 +16,26 @@ from torch import Tensor
 from opensora_sp.common.error_file import wait_until
 from opensora_sp.common.importing import PackageError, check_colossalai
 from opensora_sp.models.registry import REFERENCE
-from opensora_sp.parallel import (
-    SequenceMesh,
-    parallelize,
-    shutdown_process_group,
-    unwrap,
-    verify_step,
-)
+from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group, unwrap
+from opensora_sp.parallel.debug.parity import verify_step
 from opensora_sp.runtime.doctor.probe import measure
 from opensora_sp.runtime.host_checks import use_device
 
-from .findings import Finding, Setup, largest_of, relative_errors
+from .measurements import Finding, Setup, largest_of, relative_errors
 from .models import copy_to, small_model
 
-TIMEOUT = 90.0  # seconds for all checks of the ranks
+# Seconds for all checks of the ranks.
+TIMEOUT = 90.0
 STRATEGIES: dict[str, dict[str, Any]] = {
     "switch": {},
     "switch, overlapped": dict(overlap_chunks=2, overlap_backward=True),
     "ulysses": dict(strategy="ulysses"),
     "split_gather": dict(strategy="split_gather"),
 }
-ZERO_BOUND = 1e-3  # relative error of an update in fp32
-MIN_BANDWIDTH = 1.0  # GB/s from each rank: PCIe 3 reaches 6 to 12, NVLink hundreds
+# Relative error of an update in fp32.
+ZERO_BOUND = 1e-3
+# GB/s from each rank: PCIe 3 reaches 6 to 12, NVLink hundreds.
+MIN_BANDWIDTH = 1.0
 
 RankCheck = Callable[[Setup], Iterator[Finding]]
 
@@ -164,7 +162,8 @@ def _wait_for(workers: Any) -> Exception | None:
     try:
         if not wait_until(lambda: workers.join(timeout=0.2), TIMEOUT):
             error = TimeoutError(f"no answer within {TIMEOUT:.0f} s")
-    except Exception as raised:  # mp.spawn's, with a rank's traceback as its text
+    # An error of mp.spawn, with a rank's traceback as its text.
+    except Exception as raised:
         error = RuntimeError(str(raised).strip().splitlines()[-1])
 
     for process in workers.processes:

@@ -9,7 +9,7 @@ import torch
 
 from opensora_sp.runtime.doctor.probe import median_seconds
 
-from .findings import Finding, Setup
+from .measurements import Finding, Setup
 
 REPEATS = 5
 GB, TERA = 1e9, 1e12
