@@ -104,7 +104,11 @@ class Budget:
         if self.time_limit is None:
             return read()
 
-        calls = _idle_threads.pop() if _idle_threads else _start_thread()
+        # Other threads take idle ones as well.
+        try:
+            calls = _idle_threads.pop()
+        except IndexError:
+            calls = _start_thread()
         done: Future[Result] = Future()
         calls.put((read, done))
         # The exception of ``read`` may be a TimeoutError as well.
