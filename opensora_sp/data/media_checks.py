@@ -29,6 +29,10 @@ ORIENTATION = 0x0112
 # The first box of a QuickTime file, and boxes of which FFmpeg reads no content.
 FIRST_BOXES = set(b"ftyp moov mdat free skip wide pnot styp moof sidx uuid udta junk".split())
 CONTENT_BOXES = (b"mdat", b"free", b"skip")
+# What FFmpeg reads there, and the two tables of a HEIF image. Tables of samples may have the bytes
+# of one name by chance.
+COMPRESSED_HEADER = re.compile(rb"cmov....dcom", re.DOTALL)
+HEIF_TABLES = re.compile(rb"iinf|iloc")
 PART_BYTES = 1 << 20
 
 
@@ -99,7 +103,9 @@ def why_invalid(path: str | Path) -> str:
 
 
 def check_boxes(file: IO[bytes], end: int, budget: Budget) -> None:
-    """Raise ValueError if a QuickTime file has a compressed header, which FFmpeg inflates."""
+    """Raise ValueError if a QuickTime file has a compressed header, which FFmpeg inflates, or is an
+    image (HEIF, AVIF), of which it reads EXIF.
+    """
     position = 0
     while position + 8 <= end:
         budget.check_time()
@@ -110,14 +116,20 @@ def check_boxes(file: IO[bytes], end: int, budget: Budget) -> None:
         elif size == 0:
             size = end - position
 
-        last = b""
+        last, names = b"", set[bytes]()
         stop = position if kind in CONTENT_BOXES else min(position + size, end)
         while file.tell() < stop and (part := file.read(min(PART_BYTES, stop - file.tell()))):
             budget.check_time()
-            if b"cmov" in last + part:
+            names.update(HEIF_TABLES.findall(last + part))
+            if COMPRESSED_HEADER.search(last + part):
                 raise ValueError(
                     "got a video whose header is compressed (cmov); expected one that is not; "
                     "write it again with ffmpeg -c copy"
                 )
-            last = part[-3:]
+            if len(names) == 2:
+                raise ValueError(
+                    "got an image in HEIF or AVIF; expected a format whose metadata is bounded; "
+                    "convert it to PNG or JPEG"
+                )
+            last = part[-11:]
         position += max(size, 8)
