@@ -76,13 +76,14 @@ def parse_json(
     source: str,
     *,
     object_hook: Callable[[dict[str, Any]], Any] | None = None,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
     """Parse JSON.
 
     Args:
         text: bytes are UTF-8.
         source: where it is from, for errors.
-        object_hook: see ``json.loads``.
+        object_hook, object_pairs_hook: see ``json.loads``.
 
     Raises:
         ValueError: if it is nested deeper than ``MAX_DEPTH``, or not JSON.
@@ -92,7 +93,7 @@ def parse_json(
             text = text.decode()
         if _is_deep(text):
             raise ValueError(f"more than {MAX_DEPTH} brackets are open at a time")
-        return json.loads(text, object_hook=object_hook)
+        return json.loads(text, object_hook=object_hook, object_pairs_hook=object_pairs_hook)
     except ValueError as error:
         raise ValueError(
             f"got {source}, which is not JSON that can be read ({error}); expected JSON nested at "

@@ -40,9 +40,10 @@ def find_files(folder: Path) -> list[Path]:
         ValueError: if the folder does not exist or holds none.
     """
     if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
         raise ValueError(
-            f"got folder {str(folder)!r}, which does not exist; expected videos or images; check "
-            "the path"
+            f"got folder {str(folder)!r}, which {problem}; expected a folder of videos or images; "
+            "check the path"
         )
     known = {*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}
     files: list[Path] = []
@@ -135,13 +136,20 @@ def sidecar_caption(path: Path) -> str:
     """The text in ``clip.txt`` next to ``clip.mp4``, on one line; empty where there is none.
 
     Raises:
-        ValueError: if it is longer than ``MAX_CAPTION_BYTES``.
+        ValueError: if it is longer than ``MAX_CAPTION_BYTES``, or not UTF-8.
     """
     file = path.with_suffix(".txt")
     if not file.is_file():
         return ""
-    text = read_small_file(file, MAX_CAPTION_BYTES, "a caption").decode(errors="replace")
-    return " ".join(text.split())
+    content = read_small_file(file, MAX_CAPTION_BYTES, "a caption")
+    try:
+        return " ".join(content.decode("utf-8-sig").split())
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"got {str(file)!r}, of which line {line} is not UTF-8; expected a caption in UTF-8; "
+            "save it as that"
+        ) from None
 
 
 def _probe(path: Path, limits: Limits) -> Entry | CorruptSample:

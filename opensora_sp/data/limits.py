@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -102,18 +104,42 @@ class Budget:
         if self.time_limit is None:
             return read()
 
-        done: Future[Result] = Future()
-
-        def set_result() -> None:
-            try:
-                done.set_result(read())
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=set_result, daemon=True, name="reading a file").start()
+        # Other threads take idle ones as well.
         try:
-            return done.result(self.time_limit)
-        except TimeoutError:
-            if done.done():
-                raise
+            calls = _idle_threads.pop()
+        except IndexError:
+            calls = _start_thread()
+        done: Future[Result] = Future()
+        calls.put((read, done))
+        # The exception of ``read`` may be a TimeoutError as well.
+        if wait([done], self.time_limit).done:
+            _idle_threads.append(calls)
+            return done.result()
+
+        # The thread ends once its call returns.
+        calls.put(None)
         raise TimeoutError(f"opening and decoding took longer than {self.time_limit:g} s")
+
+
+# Threads that read live on: glibc keeps an arena of memory for each new one, which fills up over
+# thousands of clips.
+_idle_threads: list[SimpleQueue[Any]] = []
+os.register_at_fork(after_in_child=_idle_threads.clear)
+
+
+def _start_thread() -> SimpleQueue[Any]:
+    calls: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_serve, args=(calls,), daemon=True, name="reading a file").start()
+    return calls
+
+
+def _serve(calls: SimpleQueue[Any]) -> None:
+    """Call functions until there is None in place of one."""
+    while (call := calls.get()) is not None:
+        read, done = call
+        try:
+            done.set_result(read())
+        except BaseException as error:
+            done.set_exception(error)
+        # Frames are not kept until the next call.
+        del call, read, done

@@ -11,25 +11,33 @@ host (``prefetch_factor``), and three on the device.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from opensora_sp.common.tensors import copied_ahead, map_tensors
 from opensora_sp.parallel.rank_groups import RankGroup
 
 from .cache_files import DamagedRecordError
+from .dataset import Sample
 from .sampler import MicroBatch, RankBatches, ReadRequest
 
 CPU = torch.device("cpu")
+# In which a worker draws and sends what it has read, on a loaded host as well.
+GRACE_SECONDS = 30.0
+POLL_SECONDS = 5.0
 Draw = Callable[[MicroBatch, Any], Any]
 """Draws the random numbers of a micro-batch, whose latents have a size."""
 
@@ -68,14 +76,25 @@ class StepBatches:
 
 
 class MicroBatchReader(Dataset[LoadedBatch]):
-    """Answers a ``ReadRequest``, with one item for each sample."""
+    """Answers a ``ReadRequest``, with one item for each sample.
 
-    def __init__(self, dataset: Dataset[Any], draw: Draw) -> None:
-        self.dataset, self.draw = dataset, draw
+    Args:
+        progress: shared float64 ``[2 * num_workers]``: of each worker the clip that it reads, and
+            since when, by the monotonic clock.
+    """
+
+    def __init__(self, dataset: Dataset[Any], draw: Draw, progress: MutableSequence[float]) -> None:
+        self.dataset, self.draw, self.progress = dataset, draw, progress
+
+    def _read(self, sample: Sample) -> Any:
+        worker = get_worker_info()
+        if worker is not None:
+            self.progress[2 * worker.id : 2 * worker.id + 2] = [sample.clip, time.monotonic()]
+        return self.dataset[sample]
 
     def __getitem__(self, request: ReadRequest) -> LoadedBatch:
         try:
-            items = [self.dataset[sample] for sample in request.samples]
+            items = [self._read(sample) for sample in request.samples]
         except DamagedRecordError as error:
             return LoadedBatch(request.micro_batch, [], None, str(error))
         draws = self.draw(request.micro_batch, request.latent_size)
@@ -96,6 +115,8 @@ class StepLoader:
         draw: what workers call for the random numbers of a micro-batch; by default there are none.
         device: to which tensors are copied.
         worker_init_fn: called in each worker with its number.
+        time_limit: seconds that opening and decoding a clip may take; a worker that makes no
+            progress for twice as long, and ``GRACE_SECONDS``, ends the iteration in a ValueError.
     """
 
     def __init__(
@@ -108,16 +129,24 @@ class StepLoader:
         draw: Draw = lambda micro_batch, latent_size: None,
         device: torch.device = CPU,
         worker_init_fn: Callable[[int], None] | None = None,
+        time_limit: float = 60.0,
     ) -> None:
-        self.batches, self.device = batches, device
+        self.dataset, self.batches, self.device = dataset, batches, device
+        self.num_workers = num_workers
+        # Frames of a clip may be counted before some are decoded.
+        self.patience = 2 * time_limit + GRACE_SECONDS
+        self._poll_seconds = min(POLL_SECONDS, self.patience)
+        self._progress = RawArray("d", 2 * num_workers)
         self.waited = 0.0
         self._workers: set[BaseProcess] = set()
 
         self._loader: DataLoader[LoadedBatch] = DataLoader(
-            MicroBatchReader(dataset, draw),
+            MicroBatchReader(dataset, draw, self._progress),
             batch_size=None,
             sampler=batches,
             num_workers=num_workers,
+            # Of each wait, after which progress is looked at.
+            timeout=self._poll_seconds if num_workers else 0,
             # Python 3.14 would start them from a server: each imports all anew, outlives a killed
             # rank for a while, and data sets and draws would have to be pickled.
             multiprocessing_context="fork" if num_workers else None,
@@ -132,7 +161,45 @@ class StepLoader:
         others = set(active_children())
         loaded = iter(self._loader)
         self._workers |= set(active_children()) - others
-        return self._steps(copied_ahead(loaded, self.device))
+        return self._steps(copied_ahead(self._received(loaded), self.device))
+
+    def _received(self, loaded: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
+        """What workers have read, in turns.
+
+        Raises:
+            ValueError: if the worker whose turn it is makes no progress.
+        """
+        for number in count():
+            worker = number % max(1, self.num_workers)
+            silent, last = 0.0, None
+            batch = None
+            while batch is None:
+                try:
+                    batch = next(loaded)
+                except StopIteration:
+                    return
+                except RuntimeError as error:
+                    # ``DataLoader`` has no class for it.
+                    if not str(error).startswith("DataLoader timed out"):
+                        raise
+                    # Waits are added up: while this process is suspended, workers are as well.
+                    progress = self._progress[2 * worker : 2 * worker + 2]
+                    silent = silent + self._poll_seconds if progress == last else 0.0
+                    last = progress
+                    if silent > self.patience:
+                        raise self._stuck(worker, silent) from None
+            yield batch
+
+    def _stuck(self, worker: int, seconds: float) -> ValueError:
+        clip = int(self._progress[2 * worker])
+        # ``DataLoader`` would wait for it again.
+        self.close()
+        path = self.dataset.rows[clip].path  # type: ignore[attr-defined]
+        return ValueError(
+            f"got nothing from worker {worker} of the loader for {seconds:.0f} s, since it has "
+            f"begun to read {str(path)!r}; expected a clip within dataset.time_limit; look whether "
+            "the process is stopped and its disk answers, and start again"
+        )
 
     def close(self) -> None:
         """Ask all workers to end at once; a ``DataLoader`` would wait 5 s for each busy one.
@@ -141,6 +208,9 @@ class StepLoader:
         """
         for worker in self._workers:
             worker.terminate()
+            # A stopped one would never end.
+            if worker.pid is not None and worker.is_alive():
+                os.kill(worker.pid, signal.SIGCONT)
 
     def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:

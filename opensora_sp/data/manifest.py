@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import IO, Any, NamedTuple, overload
 
 import numpy as np
@@ -34,10 +36,13 @@ class Entry(NamedTuple):
 REQUIRED = ("path", "text")
 NUMBERS = ("num_frames", "height", "width", "fps", "aspect_ratio")
 WHOLE = ("num_frames", "height", "width")
+KNOWN = {*Entry._fields, *SCORES, CAMERA}
 # Both are bounds of what a small file may fill memory with.
 MAX_LINE, MAX_COLUMNS = 1 << 20, 1000
 # Of a Parquet file. Ten numbered paths take a byte where differences are stored and compressed.
 MAX_CLIPS_PER_BYTE = 50
+# Bytes that the cells of a Parquet file may have, and for each of its own bytes.
+MIN_CONTENT, CONTENT_PER_BYTE = 64 << 20, 1000
 # Cells that are joined before they are hashed: all of them would fill gigabytes.
 CELLS_PER_CHUNK = 1 << 16
 
@@ -216,6 +221,14 @@ def _check_columns(path: Path, columns: dict[str, list[Any]], files: Sequence[st
             f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
         )
 
+    for name in (*REQUIRED, *files):
+        for row, cell in enumerate(columns[name], 1):
+            if not isinstance(cell, (str, NoneType)):
+                raise ValueError(
+                    f"got {name} {str(cell)[:80]!r} for clip {row} of {str(path)!r}; expected "
+                    "text; write it in quotes, and one column for each name"
+                )
+
     for name in ("path", *files):
         without = [row for row, cell in enumerate(columns[name]) if cell is None or cell == ""]
         if without:
@@ -249,10 +262,24 @@ def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
             rows = (_parsed(path, line) for line in lines if line.strip())
             return _by_column(rows, [], wanted)
     except (UnicodeDecodeError, csv.Error) as error:
+        where = f" in line {_undecodable(path)}" if isinstance(error, UnicodeDecodeError) else ""
         raise ValueError(
-            f"got manifest {str(path)!r}, which cannot be read ({error}); expected UTF-8 with "
-            f"cells of at most {csv.field_size_limit():,} characters; save it as that"
+            f"got manifest {str(path)!r}, which cannot be read{where} ({error}); expected "
+            f"UTF-8 with cells of at most {csv.field_size_limit():,} characters; save it as that"
         ) from None
+
+
+def _undecodable(path: Path) -> int:
+    """The first line that is not UTF-8."""
+    number = 0
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE):
+            number += 1
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                break
+    return number
 
 
 def _lines(path: Path, file: IO[str]) -> Iterator[str]:
@@ -266,6 +293,12 @@ def _lines(path: Path, file: IO[str]) -> Iterator[str]:
 
 
 def _checked_names(path: Path, names: Sequence[str]) -> Sequence[str]:
+    repeated = [name for name, times in Counter(names).items() if times > 1 and name in KNOWN]
+    if repeated:
+        raise ValueError(
+            f"got manifest {str(path)!r} with two columns {repeated[0]!r}; expected each once; "
+            "rename or remove the other"
+        )
     if len(names) > MAX_COLUMNS:
         raise ValueError(
             f"got manifest {str(path)!r} with {len(names):,} columns; expected at most "
@@ -305,14 +338,21 @@ def _by_column(
 
 def _parsed(path: Path, line: str) -> dict[str, Any]:
     try:
-        row = parse_json(line, f"a line of {path}")
+        row = parse_json(line, f"a line of {path}", object_pairs_hook=_without_repetition)
     except ValueError as error:
         row = error
     if not isinstance(row, dict):
         raise ValueError(
-            f"got the line {line.strip()[:80]!r} in {str(path)!r}; expected a JSON object; correct "
-            "it"
+            f"got the line {line.strip()[:80]!r} in {str(path)!r}; expected a JSON object with "
+            "each name once; correct it"
         )
+    return row
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a name is there twice")
     return row
 
 
@@ -330,14 +370,64 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
                     f"{opened.metadata.num_rows:,} clips; expected other paths for all of them; "
                     "do not use it"
                 )
+            _checked_names(path, opened.schema_arrow.names)
             names = [name for name in wanted if name in opened.schema_arrow.names]
-            table = opened.read(names)
+            most = max(MIN_CONTENT, CONTENT_PER_BYTE * num_bytes)
+            _check_content(path, _stored_bytes(opened, names), most)
+
+            texts = []
+            for name in names:
+                kind = opened.schema_arrow.field(name).type
+                if pyarrow.types.is_nested(kind):
+                    raise ValueError(
+                        f"got the column {name!r} of {str(path)!r} of the type {kind}; expected "
+                        "text or numbers; write one in each cell"
+                    )
+                if not pyarrow.types.is_primitive(kind):
+                    texts.append(name)
+            # A text that many rows share is in memory once.
+            table = parquet.ParquetFile(file, read_dictionary=texts).read(names)
+            _check_content(path, sum(_num_bytes(table[name]) for name in texts), most)
             return {name: table[name].to_pylist() for name in names}
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"got manifest {str(path)!r}, which cannot be read ({error}); expected Parquet; write "
             "it again"
         ) from None
+
+
+def _check_content(path: Path, num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise ValueError(
+            f"got manifest {str(path)!r} with {num_bytes:,} bytes of cells; expected at most "
+            f"{most:,} in a file of this size; do not use it"
+        )
+
+
+def _stored_bytes(opened: Any, names: Sequence[str]) -> int:
+    """The uncompressed bytes of some columns."""
+    total = 0
+    for number in range(opened.num_row_groups):
+        group = opened.metadata.row_group(number)
+        for index in range(group.num_columns):
+            column = group.column(index)
+            if column.path_in_schema.split(".")[0] in names:
+                total += column.total_uncompressed_size
+    return total
+
+
+def _num_bytes(column: Any) -> int:
+    """The bytes of the cells of a column of texts, counted as often as rows have them."""
+    from pyarrow import compute, types
+
+    total = 0
+    for chunk in column.chunks:
+        if types.is_dictionary(chunk.type):
+            lengths = compute.binary_length(chunk.dictionary)
+            total += compute.sum(lengths.take(chunk.indices), min_count=0).as_py()
+        elif not types.is_null(chunk.type):
+            total += chunk.nbytes
+    return total
 
 
 def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndarray:

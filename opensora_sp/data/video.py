@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from PIL import Image
 from opensora_sp.common.files import atomic_write, open_regular
 
 from .limits import DEFAULT_LIMITS, Budget, Limits
+from .media_checks import FIRST_BOXES, JPEG, PNG, check_boxes, why_invalid, without_metadata
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
@@ -36,24 +38,29 @@ ONE_FRAME_PER_PACKET = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg", "prores"
 MAX_REORDERING = 17
 # Up to so many frames from the start of a file are decoded rather than looking for a key frame.
 READ_AHEAD = 24
-# Demuxers of FFmpeg that open nothing but the file they are given: containers and animations, and
-# streams of one codec without a container.
+QUICKTIME_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2"
+# Other demuxers of FFmpeg that open nothing but the file they are given: containers and animations,
+# and streams of one codec without a container.
 VIDEO_FORMATS = (
-    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,ogg,mpeg,mpegts,mxf,gxf,nut,ivf,dv,rm,nsv,"
-    "wtv,yuv4mpegpipe,flic,"
+    "matroska,webm,avi,flv,asf,ogg,mpeg,mpegts,mxf,gxf,nut,ivf,dv,rm,nsv,wtv,yuv4mpegpipe,flic,"
     "h261,h263,h264,hevc,vvc,evc,apv,m4v,mpegvideo,mjpeg,mjpeg_2000,av1,obu,vc1,vc1test,dirac,"
     "dnxhd,cavsvideo,avs2,avs3"
 )
 # Demuxers of images, which read a file whole; a damaged animation may be one frame.
 IMAGE_FORMATS = (
-    "gif,apng,image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe,pgm_pipe,"
+    "gif,apng,image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,ppm_pipe,pgm_pipe,"
     "pgmyuv_pipe,pbm_pipe,"
-    "pam_pipe,pfm_pipe,j2k_pipe,jpegls_pipe,jpegxl_pipe,jpegxl_anim,jpegxs_pipe,gif_pipe,exr_pipe,"
+    "pam_pipe,pfm_pipe,j2k_pipe,jpegxl_pipe,jpegxl_anim,jpegxs_pipe,gif_pipe,exr_pipe,"
     "hdr_pipe,dpx_pipe,dds_pipe,psd_pipe,qoi_pipe,sgi_pipe,sunrast_pipe,pcx_pipe,xbm_pipe,xpm_pipe,"
     "xwd_pipe,ico"
 )
 # The most bytes of a pixel in an image file: four channels of 16 bits.
 IMAGE_PIXEL_BYTES = 8
+# Codecs whose frames ``without_metadata`` knows.
+IMAGE_CODECS = {"png", "apng", "mjpeg", "webp"}
+# Codecs of other images whose decoders read EXIF.
+REFUSED_CODECS = {"tiff", "jpegls", "mjpegb", "thp", "smvjpeg", "amv", "sp5x"}
+OTHER_CODECS = ",".join(sorted(av.codecs_available - IMAGE_CODECS - REFUSED_CODECS))
 
 
 def read_video(
@@ -211,8 +218,11 @@ def _probe(path: str | Path, budget: Budget) -> Probed:
 @contextmanager
 def _opened(path: str | Path, budget: Budget) -> Iterator[tuple[Any, Any]]:
     """A file and its first video stream, decoded by one thread: loaders have many processes."""
+    formats, image = _examine(path, budget)
     options = {
-        "format_whitelist": _formats(path, budget.limits),
+        "format_whitelist": formats,
+        # Opening decodes first frames, in a container before ``_decoded`` can change them.
+        "codec_whitelist": OTHER_CODECS if image is None else ",".join(IMAGE_CODECS),
         "protocol_whitelist": "file",
         # The image %03d.png is one file, not a series.
         "pattern_type": "none",
@@ -224,22 +234,38 @@ def _opened(path: str | Path, budget: Budget) -> Iterator[tuple[Any, Any]]:
 
     try:
         opened = av.open(
-            f"file:{path}", timeout=budget.time_limit, container_options=options, options=max_pixels
+            f"file:{path}" if image is None else io.BytesIO(image),
+            timeout=budget.time_limit,
+            container_options=options,
+            options=max_pixels,
+            # Titles that are not UTF-8.
+            metadata_errors="replace",
         )
     except av.error.ArgumentError:
         raise ValueError(
-            "got a file of a format that is not read; expected a video, or an image of at most "
+            why_invalid(path)
+            or "got a file of a format that is not read; expected a video, or an image of at most "
             f"{IMAGE_PIXEL_BYTES} bytes for each of limits.frame_pixels; convert it"
         ) from None
+    except (av.error.InvalidDataError, av.error.EOFError) as error:
+        reason = f"the file is damaged or incomplete, or of another format ({error})"
+        raise ValueError(why_invalid(path) or reason) from None
 
     with opened as container:
         stream = next(iter(container.streams.video), None)
         # A file of sound alone, or a codec that FFmpeg was built without.
         if stream is None or stream.codec_context is None:
             raise ValueError("it holds no video that can be decoded")
+        if stream.codec_context.name in REFUSED_CODECS:
+            raise ValueError(
+                f"got images of the format {stream.codec_context.name}; expected a format whose "
+                "metadata is bounded; convert them to PNG or JPEG"
+            )
 
         # FFmpeg states no size of an image that it has refused to decode.
-        height, width = (stream.height, stream.width) if stream.height else _image_size(path)
+        height, width = stream.height, stream.width
+        if not height:
+            height, width = _image_size(path if image is None else io.BytesIO(image))
         if not height:
             raise ValueError(
                 "got a file whose frames have no size, or a larger one; expected at most "
@@ -254,22 +280,32 @@ def _opened(path: str | Path, budget: Budget) -> Iterator[tuple[Any, Any]]:
         yield container, stream
 
 
-def _formats(path: str | Path, limits: Limits) -> str:
-    """The formats that a file may have, by its size.
+def _examine(path: str | Path, budget: Budget) -> tuple[str, bytes | None]:
+    """The formats that a file may have, and its bytes without metadata if it is such an image.
 
     Raises:
         OSError: if it is no regular file.
+        ValueError: if its header is compressed.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-    is_video = size > IMAGE_PIXEL_BYTES * limits.frame_pixels
-    return VIDEO_FORMATS if is_video else f"{VIDEO_FORMATS},{IMAGE_FORMATS}"
+        start = file.read(12)
+        if start[4:8] in FIRST_BOXES:
+            check_boxes(file, size, budget)
+            return QUICKTIME_FORMATS, None
+        if size > IMAGE_PIXEL_BYTES * budget.limits.frame_pixels:
+            return VIDEO_FORMATS, None
+
+        formats = f"{VIDEO_FORMATS},{IMAGE_FORMATS}"
+        if start.startswith((PNG, JPEG)) or start[8:] == b"WEBP":
+            return formats, without_metadata(start + file.read())
+        return formats, None
 
 
-def _image_size(path: str | Path) -> tuple[int, int]:
+def _image_size(file: str | Path | io.BytesIO) -> tuple[int, int]:
     """Height and width in the header of an image; 0 where it is none that Pillow knows."""
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             return image.height, image.width
     except Image.DecompressionBombError as error:
         raise ValueError(
@@ -282,9 +318,12 @@ def _image_size(path: str | Path) -> tuple[int, int]:
 def _decoded(container: Any, stream: Any, budget: Budget) -> Iterator[Any]:
     """All frames from the current position on."""
     try:
-        for frame in container.decode(stream):
-            budget.check_time()
-            yield frame
+        for packet in container.demux(stream):
+            if stream.codec_context.name in IMAGE_CODECS and packet.size:
+                packet.update(without_metadata(bytes(packet)))
+            for frame in packet.decode():
+                budget.check_time()
+                yield frame
     except av.error.ArgumentError:
         raise ValueError(
             "got a frame that FFmpeg refuses to decode, which its header may state as smaller; "

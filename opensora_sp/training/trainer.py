@@ -300,6 +300,7 @@ class Trainer:
             device=self.device,
             # Workers end with their rank, whatever signal it gets.
             worker_init_fn=init_worker,
+            time_limit=cfg.dataset.time_limit,
         )
 
     def _build_step(self) -> None:

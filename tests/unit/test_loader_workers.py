@@ -17,7 +17,18 @@ import pytest
 from polling import wait_until
 from torch.utils.data import Dataset
 
-from opensora_sp.data import StepLoader
+from opensora_sp.data import (
+    ClipShape,
+    CorruptSample,
+    MicroBatchPlan,
+    ReplicaBatches,
+    Sample,
+    StepLoader,
+    VideoTextDataset,
+    loader,
+    toy_clip,
+    write_video,
+)
 from opensora_sp.runtime.processes import init_worker, is_alive
 
 FORK = multiprocessing.get_context("fork")
@@ -119,3 +130,75 @@ def test_a_loader_forks_workers_and_ends_all_at_once(pipe: Path) -> None:
     del steps
     assert time.monotonic() - begun < 4
     assert not [one for one in multiprocessing.active_children() if one in loader._workers]
+
+
+class StopsItself(Dataset[CorruptSample]):
+    """A set whose clip 2 stops the process that reads it."""
+
+    rows = [SimpleNamespace(path=Path(f"{clip}.mp4")) for clip in range(4)]
+
+    def __getitem__(self, sample: Sample) -> CorruptSample:
+        if sample.clip == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return CorruptSample(f"{sample.clip}.mp4", "none")
+
+
+def batches_of(num_samples: int, steps: int) -> ReplicaBatches:
+    plan = MicroBatchPlan(
+        num_samples=num_samples,
+        batch_size=1,
+        micro_batches_per_step=1,
+        seed=1,
+        shape=ClipShape(2, 16, 16),
+    )
+    return ReplicaBatches(plan, start=0, stop=steps, replica=0, num_replicas=1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_worker_that_stands_still_ends_the_wait(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(loader, "POLL_SECONDS", 0.2)
+    batches = batches_of(4, steps=4)
+    order = [batches.plan.step(step)[0].ids[0] for step in range(4)]
+    steps = StepLoader(
+        StopsItself(),
+        batches,
+        num_workers=num_workers,
+        seed=0,
+        worker_init_fn=init_worker,
+        time_limit=0.1,
+    )
+
+    read = []
+    message = rf"got nothing from worker {order.index(2) % num_workers} .* begun to read '2\.mp4'"
+    with pytest.raises(ValueError, match=message):
+        for step in steps:
+            read += [batch.micro_batch.ids[0] for batch in step.loaded]
+    assert read == order[: order.index(2)]
+
+    begun = time.monotonic()
+    steps.close()
+    wait_until(lambda: not any(worker.is_alive() for worker in steps._workers))
+    assert time.monotonic() - begun < 4
+
+
+def private_memory(process: Any) -> int:
+    return psutil.Process(process.pid).memory_full_info().uss
+
+
+def test_memory_of_a_worker_stays_flat(tmp_path: Path) -> None:
+    """A thread for each clip took 25 kB of each step."""
+    write_video(tmp_path / "a.mp4", toy_clip(0, 0).draw(6, 32), fps=8)
+    (tmp_path / "clips.csv").write_text("path,text\na.mp4,x\n")
+    dataset = VideoTextDataset(str(tmp_path / "clips.csv"))
+    steps = StepLoader(dataset, batches_of(1, steps=1200), num_workers=1, seed=0)
+
+    used = {}
+    for number, step in enumerate(steps):
+        assert len(list(step.loaded)) == 1
+        if number in (400, 1100):
+            (worker,) = steps._workers
+            used[number] = private_memory(worker)
+    assert used[1100] - used[400] < 5 << 20

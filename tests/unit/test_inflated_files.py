@@ -1,0 +1,304 @@
+"""Small image and video files whose metadata inflates: none takes memory, and pixels stay."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import struct
+import zlib
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from opensora_sp.data import read_frames, read_video
+from opensora_sp.data.media_checks import without_metadata
+from opensora_sp.data.video import UNREADABLE, count_frames, probe
+
+INFLATED, MOST = 400 << 20, 300 << 20
+SIDE = 8
+READERS = [count_frames, probe, read_frames, lambda path: read_video(path, num_frames=1)]
+
+
+def deflated(num_bytes: int) -> bytes:
+    compressor, zeros = zlib.compressobj(1), bytes(1 << 20)
+    parts = [compressor.compress(zeros) for _ in range(num_bytes >> 20)]
+    return b"".join([*parts, compressor.flush()])
+
+
+BOMB = deflated(INFLATED)
+HEADERS = {"iCCP": b"a\0\0", "zTXt": b"a\0\0", "iTXt": b"a\0\1\0\0\0"}
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    checksum = struct.pack(">I", zlib.crc32(name + content))
+    return struct.pack(">I", len(content)) + name + content + checksum
+
+
+def bombs(name: str, count: int = 1) -> bytes:
+    return chunk(name.encode(), HEADERS[name] + BOMB) * count
+
+
+def png(before: bytes = b"", after: bytes = b"") -> bytes:
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" * (1 + 3 * SIDE) * SIDE))
+    return b"\x89PNG\r\n\x1a\n" + header + before + pixels + after + chunk(b"IEND", b"")
+
+
+def apng(before: bytes = b"", between: bytes = b"") -> bytes:
+    def control(number: int) -> bytes:
+        return chunk(b"fcTL", struct.pack(">IIIIIHHBB", number, SIDE, SIDE, 0, 0, 1, 24, 0, 0))
+
+    pixels = zlib.compress(b"\0" * (1 + 3 * SIDE) * SIDE)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0))
+    first = control(0) + chunk(b"IDAT", pixels)
+    second = control(1) + chunk(b"fdAT", struct.pack(">I", 2) + pixels) + chunk(b"IEND", b"")
+    animation = chunk(b"acTL", struct.pack(">II", 2, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + animation + before + first + between + second
+
+
+def icon(image: bytes) -> bytes:
+    entry = struct.pack("<BBBBHHII", SIDE, SIDE, 0, 0, 1, 24, len(image), 22)
+    return struct.pack("<HHH", 0, 1, 1) + entry + image
+
+
+def video(suffix: str, *frames: bytes, codec: str = "png", pixels: str = "rgb24") -> bytes:
+    """A video whose frames are images."""
+    written = io.BytesIO()
+    with av.open(written, "w", format=suffix) as container:
+        stream = container.add_stream(codec, rate=24)
+        stream.height, stream.width, stream.pix_fmt = SIDE, SIDE, pixels
+        for number, frame in enumerate(frames):
+            packet = av.Packet(frame)
+            packet.stream, packet.time_base = stream, Fraction(1, 24)
+            packet.pts = packet.dts = number
+            packet.is_keyframe = True
+            container.mux(packet)
+    return written.getvalue()
+
+
+def mp4() -> bytes:
+    written = io.BytesIO()
+    with av.open(written, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=24)
+        stream.height, stream.width, stream.pix_fmt = 16, 16, "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")
+        container.mux([*stream.encode(frame), *stream.encode()])
+    return written.getvalue()
+
+
+def box(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content) + 8) + name + content
+
+
+def patched(movie: bytes, name: bytes, offset: int, *numbers: int) -> bytes:
+    """An mp4 with other numbers in one of its tables."""
+    start = movie.index(name) + offset
+    new = struct.pack(f">{len(numbers)}I", *numbers)
+    return movie[:start] + new + movie[start + len(new) :]
+
+
+def exif(entries: int, count: int) -> bytes:
+    """A directory whose entries share the bytes of all values."""
+    directory = struct.pack("<H", entries)
+    for number in range(entries):
+        directory += struct.pack("<HHII", 0x9000 + number & 0xFFFF, 3, count, 8)
+    return b"II*\0" + struct.pack("<I", 8) + directory + bytes(4 + 2 * count)
+
+
+EXIF = b"Exif\0\0" + exif(2500, 15_000)[:65_000]
+
+
+def jpeg(marker: int, content: bytes, count: int) -> bytes:
+    written = io.BytesIO()
+    Image.new("RGB", (SIDE, SIDE), "red").save(written, "JPEG")
+    segment = bytes([0xFF, marker]) + struct.pack(">H", len(content) + 2) + content
+    return written.getvalue()[:2] + segment * count + written.getvalue()[2:]
+
+
+def tiff(entries: int, count: int) -> bytes:
+    """An image with further entries in its directory, which share their bytes."""
+    pixels, tags = bytes(3 * SIDE * SIDE), [(256, SIDE), (257, SIDE), (258, 8), (259, 1), (262, 2)]
+    tags += [(273, 8), (277, 3), (278, SIDE), (279, len(pixels))]
+    directory = struct.pack("<H", len(tags) + entries)
+    for tag, number in tags:
+        directory += struct.pack("<HHII", tag, 4, 1, number)
+    for tag in range(0x9000, 0x9000 + entries):
+        directory += struct.pack("<HHII", tag, 3, count, 8)
+    header = b"II*\0" + struct.pack("<I", 8 + len(pixels))
+    return header + pixels + directory + bytes(4 + 2 * count)
+
+
+def avif(metadata: bytes) -> bytes:
+    """The boxes in which an image has its EXIF."""
+    kind = box(b"ftyp", b"avif\0\0\0\0avifmif1")
+    entry = box(b"infe", b"\2\0\0\0" + struct.pack(">HH4s", 1, 0, b"Exif") + b"\0")
+    items = box(b"iinf", bytes(4) + struct.pack(">H", 1) + entry)
+    place = struct.pack(">HHHHHII", 0x4400, 1, 1, 0, 1, 0, len(metadata))
+    return kind + box(b"meta", bytes(4) + items + box(b"iloc", bytes(4) + place)) + metadata
+
+
+def saved(suffix: str, **options: object) -> bytes:
+    written = io.BytesIO()
+    Image.new("RGB", (SIDE, SIDE), "red").save(written, suffix, **options)
+    return written.getvalue()
+
+
+def crafted() -> dict[str, Callable[[], bytes]]:
+    """By name: what writes a hostile file, when its test runs."""
+    files: dict[str, Callable[[], bytes]] = {}
+    for name in HEADERS:
+        files |= {
+            f"{name}.png": lambda name=name: png(bombs(name)),
+            f"{name} thrice.png": lambda name=name: png(bombs(name, 3)),
+            f"{name} after.png": lambda name=name: png(after=bombs(name)),
+            f"{name} animation.png": lambda name=name: apng(bombs(name)),
+            f"{name} between.png": lambda name=name: apng(between=bombs(name)),
+            f"{name} named.mp4": lambda name=name: png(bombs(name)),
+            f"{name}.ico": lambda name=name: icon(png(bombs(name))),
+        }
+        for suffix in ("mov", "avi", "nut"):
+            files |= {
+                f"{name} first.{suffix}": lambda name=name, suffix=suffix: video(
+                    suffix, png(bombs(name)), png()
+                ),
+                f"{name} second.{suffix}": lambda name=name, suffix=suffix: video(
+                    suffix, png(), png(bombs(name))
+                ),
+            }
+
+    compressed = box(
+        b"cmov", box(b"dcom", b"zlib") + box(b"cmvd", struct.pack(">I", INFLATED) + BOMB)
+    )
+    kind = box(b"ftyp", b"qt  \0\0\2\0qt  ")
+    long = struct.pack(">I4sQ", 1, b"moov", len(compressed) + 16) + compressed
+    files |= {
+        "header.mov": lambda: kind + box(b"moov", compressed),
+        "only header.mov": lambda: box(b"moov", compressed),
+        "nested header.mov": lambda: kind + box(b"moof", box(b"traf", compressed)),
+        "long header.mov": lambda: kind + box(b"mdat", b"x" * 99) + long,
+        "last header.mov": lambda: kind + struct.pack(">I4s", 0, b"moov") + compressed,
+        "second header.mp4": lambda: mp4() + box(b"moov", compressed),
+        "unknown box.mov": lambda: box(b"abcd", b"") + kind + box(b"moov", compressed),
+        "frames.mp4": lambda: patched(mp4(), b"stsz", 8, 1, 200_000_000),
+        "times.mp4": lambda: patched(mp4(), b"stts", 12, 200_000_000, 1),
+        "chunks.mp4": lambda: patched(mp4(), b"stsc", 12, 1, 200_000_000, 1),
+        "exif.jpg": lambda: jpeg(0xE1, EXIF, 1),
+        "exifs.jpg": lambda: jpeg(0xE1, EXIF, 30),
+        "profile.jpg": lambda: jpeg(0xE2, b"ICC_PROFILE\0\1\1" + b"x" * 65_000, 200),
+        "comments.jpg": lambda: jpeg(0xFE, b"x" * 65_000, 200),
+        "exif adjacent.jpg": lambda: jpeg(0xE1, b"Exif", 1)[:10] + jpeg(0xE1, EXIF, 1)[2:],
+        "exif.avi": lambda: video("avi", jpeg(0xE1, EXIF, 1), codec="mjpeg", pixels="yuvj420p"),
+        "exif behind bytes.avi": lambda: video(
+            "avi", b"RIFF" + jpeg(0xE1, EXIF, 1), codec="mjpeg", pixels="yuvj420p"
+        ),
+        "exif.mov": lambda: video("mov", jpeg(0xE1, EXIF, 1), codec="mjpeg", pixels="yuvj420p"),
+        "exif.png": lambda: png(chunk(b"eXIf", exif(2500, 15_000))),
+        "exif.webp": lambda: saved("WEBP", exif=exif(2500, 15_000)),
+        "exif.avif": lambda: avif(exif(2500, 15_000)),
+        "exif.tiff": lambda: tiff(2500, 15_000),
+        "profile.webp": lambda: saved("WEBP", icc_profile=BOMB),
+        "comment.gif": lambda: saved("GIF", comment=BOMB),
+        "profile.tiff": lambda: saved("TIFF", compression="tiff_deflate", icc_profile=BOMB),
+    }  # fmt: skip
+    return files
+
+
+FILES = crafted()
+# Nothing but metadata is wrong with these.
+READABLE = ("iCCP", "zTXt", "iTXt", "exif", "profile", "comment")
+
+
+def peak_of(function: Callable[[], str]) -> tuple[int, str]:
+    """Bytes by which the memory of a forked child grows at most, and what it returns."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        report = function()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os.write(write_end, f"{grown << 10} {report}".encode())
+        os._exit(0)
+
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        grown, report = pipe.read().split(" ", 1)
+    os.waitpid(child, 0)
+    return int(grown), report
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_metadata_takes_no_memory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(FILES[name]())
+    assert path.stat().st_size < 16 << 20
+
+    def read() -> str:
+        reports = []
+        for reader in READERS:
+            try:
+                reader(path)
+                reports.append("read")
+            except UNREADABLE as error:
+                reports.append(f"{type(error).__name__}: {error}")
+        return "; ".join(reports)
+
+    peak, report = peak_of(read)
+    assert peak < MOST, report
+    if name.startswith(READABLE) and not name.endswith((".avif", ".ico", ".tiff")):
+        assert report == "read; read; read; read"
+    if name.endswith(".avif"):
+        assert "got an image in HEIF or AVIF; expected a format whose metadata" in report
+    if name.endswith(".tiff"):
+        assert "got a file of a format that is not read; expected a video" in report
+    if "header" in name:
+        assert "whose header is compressed (cmov); expected one that is not" in report
+
+
+def test_at_least_40_files_are_tried() -> None:
+    assert len(FILES) >= 40
+
+
+def test_pixels_are_what_they_were(tmp_path: Path) -> None:
+    """Gray, palette, alpha and 16 bits, turned by EXIF; chunks that inflate change nothing."""
+    pixels = np.arange(12 * SIDE * 3, dtype=np.uint8).reshape(12, SIDE, 3)
+    color, gray = Image.fromarray(pixels), Image.fromarray(pixels[..., 0])
+    images = {
+        "color": color,
+        "gray": gray,
+        "palette": color.quantize(16),
+        "alpha": color.convert("RGBA"),
+        "16 bit": Image.fromarray(pixels[..., 0].astype(np.uint16) * 257),
+    }
+    path = tmp_path / "image.png"
+    for name, image in images.items():
+        image.save(path)
+        upright = read_frames(path)
+        expected = (
+            np.asarray(image.convert("RGB"))
+            if name != "16 bit"
+            else np.asarray(gray.convert("RGB"))
+        )
+        assert np.abs(upright[0].astype(int) - expected).max() <= 1, name
+
+        text = chunk(b"zTXt", b"a\0\0" + zlib.compress(b"text"))
+        plain = path.read_bytes()
+        path.write_bytes(plain[:33] + text + plain[33:])
+        assert np.array_equal(read_frames(path), upright), name
+
+        orientation = Image.Exif()
+        orientation[0x0112] = 6
+        image.save(path, exif=orientation)
+        assert np.array_equal(read_frames(path)[0], np.rot90(upright[0], -1)), name
+
+
+def test_a_chunk_that_ends_early_is_left_as_it_is() -> None:
+    whole = png(chunk(b"zTXt", b"a\0\0" + zlib.compress(b"text")))
+    for length in range(len(whole)):
+        changed = without_metadata(whole[:length])
+        assert len(changed) == length and changed.replace(b"skIp", b"zTXt") == whole[:length]
