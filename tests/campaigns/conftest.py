@@ -16,7 +16,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from runs import write_training
 
 from campaigns import results
 from campaigns.case import Case
@@ -80,6 +79,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a training on eight clips; some campaigns have another."""
+    # The driver itself needs no helpers: its own tests load it without them.
+    from runs import write_training
+
     return write_training(tmp_path_factory.mktemp("set"), 8)
 
 
