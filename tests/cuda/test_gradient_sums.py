@@ -277,7 +277,7 @@ def test_entries_of_whole_samples_are_not_laid_out_over_the_patches(batch: int) 
     for layout, masked in shapes.items():
         for mask, states, shape in ((None, 1, (batch, 1, 1, 8)), (given, 2, masked)):
             modulation = torch.randn(batch, states, 6, 8)
-            condition = Conditioning(modulation, mask, text).temporal(grid.rows(layout))
+            condition = Conditioning(modulation, mask, text).of(TEMPORAL, grid.rows(layout))
             assert {entry.shape for entry in condition.entries(torch.zeros(3, 8), 0, None)} == {
                 shape
             }

@@ -293,6 +293,6 @@ def test_the_doctor_names_the_wheels_of_flash_attn_3_on_hopper(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     absent = host_report._faster_attention({"flash-attn-3": versions.ABSENT})
     assert len(absent) == checks
-    assert all(check.found.endswith(INSTALL_FLASH3) for check in absent)
+    assert all(check.result.endswith(INSTALL_FLASH3) for check in absent)
     assert host_report._faster_attention({"flash-attn-3": "3.0.0"}) == []
     assert INSTALL_FLASH3 in (Path(__file__).parents[2] / "docs/install.md").read_text()

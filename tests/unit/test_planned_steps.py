@@ -66,7 +66,7 @@ def test_degrees_of_a_map_and_bounds_of_memory_are_kept(
     assert set(map(tuple, found.degrees.values())) == {(8,)}
     # Less all communicators but the largest.
     assert set(asked) == {40e9 - sum(communicators(8, 8)[1:])}
-    assert f"{asked[0] / 1e9:.4g} GB of a GPU beside communicators" in " ".join(found.describe())
+    assert f"{asked[0] / 1e9:.4g} GB of a GPU next to communicators" in " ".join(found.describe())
 
 
 def test_totals_are_those_of_the_steps(config: Path) -> None:

