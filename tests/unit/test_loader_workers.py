@@ -104,7 +104,8 @@ class Requests:
     """What the loader needs of a sampler, when it is not asked for a step."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([SimpleNamespace(samples=[0], micro_batch=None, latent_size=None)] * 4)
+        samples = [Sample(0, 0, ClipShape(1, 16, 16))]
+        return iter([SimpleNamespace(samples=samples, micro_batch=None, latent_size=None)] * 4)
 
 
 @pytest.fixture(params=["fork", "forkserver"])
