@@ -71,6 +71,6 @@ def test_without_a_gpu_it_refuses(
 def test_unknown_gpus_need_a_name() -> None:
     assert known_gpu("NVIDIA H100 80GB HBM3") == "H100"
     with pytest.raises(
-        ValueError, match=r"got 'NVIDIA A10', whose speeds are unknown; .* by --gpu"
+        ValueError, match=r"got 'NVIDIA T4', whose speeds are unknown; .* by --gpu"
     ):
-        known_gpu("NVIDIA A10")
+        known_gpu("NVIDIA T4")
