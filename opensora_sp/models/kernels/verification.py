@@ -303,9 +303,10 @@ def cases_of(
         )
         return Case(Sequences(dtype, width, kind, max(keys), packed), example)
 
+    tokens: tuple[int, ...]
     for kind in ("spatial", "temporal") if config.alternates else ("spatial",):
         for length in _some(lengths[kind]):
-            tokens = (length,) * 2
+            tokens = (length, length)
             yield case(kind, f"{length} tokens", tokens, tokens, packed=False)
         if max(lengths[kind], default=0) > TILE:
             low = case(kind, "low scores", (704, 704), (704, 704), packed=False)
