@@ -162,7 +162,7 @@ def _first_frame(
 
 
 def nearest_point(frame: int, grid: int, maximum: int) -> int:
-    """The multiple of ``grid`` nearest to ``value``, the lower one of two.
+    """The multiple of ``grid`` nearest to ``frame``, the lower one of two.
 
     The ``grid`` numbers from there on are all below ``maximum``.
     """

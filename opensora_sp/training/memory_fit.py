@@ -220,9 +220,11 @@ class ActivationBudget:
         for bucket in self._planned:
             check_host(bucket, available)
 
-    def fit(self, latents: torch.Size) -> None:
-        """Set the levels of a batch ``(B, c, frames, height, width)`` of the mesh's current
-        group.
+    def set_levels_for(self, latents: torch.Size) -> None:
+        """Set the levels of recomputation for a batch of the mesh's current group.
+
+        Args:
+            latents: the batch's shape, ``(B, c, frames, height, width)``.
         """
         if self.cfg.grad_checkpoint != "auto":
             return

@@ -36,8 +36,8 @@ class TrainingStep:
     optimizer: Any
     tensors: TrainingState
     encoder: ShardedEncoder
-    draws: DrawConfig
-    batches: BatchMaker
+    draw_config: DrawConfig
+    batch_maker: BatchMaker
     activations: ActivationBudget
     meter: Meter
     sync_check: SyncCheck
@@ -51,7 +51,7 @@ class TrainingStep:
         mesh = self.encoder.mesh
         # Losses are weighted by the samples of the whole step, on all ranks.
         sizes = [len(micro_batch.ids) for micro_batch in batches.micro_batches]
-        loss = torch.zeros((), device=self.batches.device)
+        loss = torch.zeros((), device=self.batch_maker.device)
         for loaded in batches.loaded:
             group = loaded.group or mesh.group
             with reporting_compilation(f"step {step}"), mesh.using(group):
@@ -74,10 +74,10 @@ class TrainingStep:
             self.meter.count(batch)
 
         # Blocks read their levels of recomputation when the forward pass begins.
-        self.activations.fit(batch.x_t.shape)
+        self.activations.set_levels_for(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
-            losses = self.batches.flow.losses(shard, batch.noised)
+            losses = self.batch_maker.flow.losses(shard, batch.noised)
             if is_idle:
                 # ZeRO reduces gradients in the order in which a backward pass yields them, so idle
                 # replicas run one.
@@ -97,8 +97,8 @@ class TrainingStep:
             if used != loaded.micro_batch:
                 # The worker did not know the clips that substitute corrupt ones.
                 latent_size = self.encoder.source.latent_size(used.shape)
-                draws = self.draws.draw_micro_batch(used, latent_size)
-            return self.batches.make(features, draws)
+                draws = self.draw_config.draw_micro_batch(used, latent_size)
+            return self.batch_maker.make(features, draws)
 
     def _update(self, step: int, loss: Tensor, watch: Watchdog | None) -> PendingResult:
         """Queue the update of the weights, which the device skips unless all numbers are finite.

@@ -68,7 +68,7 @@ def levels_in_a_run(
             )
             # A whole batch, and the last of an epoch.
             for num_clips in (size[0], 1):
-                budget.fit(torch.Size((num_clips, *size[1:])))
+                budget.set_levels_for(torch.Size((num_clips, *size[1:])))
     return at_start, len(traced) - at_start, kept, ""
 
 

@@ -173,14 +173,14 @@ def test_the_budget_follows_how_blocks_run(
     device = torch.device("cuda")
     with using_kernels(kernels):
         budget = memory_fit.ActivationBudget(cfg, module, mesh, device, reserved=0, buckets=None)
-    budget.fit(torch.Size([1, 4, 16, 64, 64]))
+    budget.set_levels_for(torch.Size([1, 4, 16, 64, 64]))
     assert traced and set(traced) == {kernels}
     (levels,) = set_levels
     assert (set(levels) == {0, EVERYTHING}) == compiled, levels
 
     # Larger than what was planned.
     traced.clear()
-    budget.fit(torch.Size([1, 4, 65, 64, 64]))
+    budget.set_levels_for(torch.Size([1, 4, 65, 64, 64]))
     assert set_levels[1:] == [True] and not traced
 
 
