@@ -780,7 +780,7 @@ def test_nothing_is_overwritten_or_left_half_written(
 
 
 @pytest.mark.parametrize(
-    ("script", "runs"), [("train", "cli.train.train"), ("inference", "sampling.sample")]
+    ("script", "runs"), [("train", "cli.train.train"), ("inference", "cli.sample.sample")]
 )
 def test_the_scripts_pass_the_leave_to_read_pickles_on(
     script: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
