@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.cost_model import CPU
+from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.runtime.cost_model_file import write_cost_model
-from opensora_sp.training.metrics import read_metrics
 
 STEPS, PER_STEP = 3, 4
 # Links cost nothing and launches little, so that "auto" shares micro-batches among CPUs as well.
@@ -76,8 +77,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, [*auto, "zero_stage=1", "loss_weight=micro_batch", f"outputs={folder / 'two'}"], None),
         (2, [*accumulated, f"outputs={folder / 'accumulated'}"], None),
     ]
-    run_ranks(3, train_exactly, folder / "config.py", runs)
+    degrees = set().union(*run_ranks(3, train_and_see_degrees, folder / "config.py", runs))
+    (folder / "degrees.json").write_text(json.dumps(sorted(degrees)))
     return folder
+
+
+def train_and_see_degrees(config: Path, runs: list[tuple[int, list[str], str | None]]) -> set[int]:
+    """The sizes of the groups that compute micro-batches."""
+    degrees, using = set[int](), SequenceMesh.using
+
+    def watched(mesh: SequenceMesh, group: RankGroup) -> Any:
+        degrees.add(group.size)
+        return using(mesh, group)
+
+    with mock.patch.object(SequenceMesh, "using", watched):
+        train_exactly(config, runs)
+    return degrees
 
 
 def one_process(cfg: TrainConfig) -> Iterator[tuple[float, dict[str, Any], dict[str, Any]]]:
@@ -142,10 +157,7 @@ def test_whole_steps_equal_one_process(folder: Path, name: str, own: list[str]) 
 @pytest.mark.slow
 def test_these_steps_take_groups_of_several_sizes(folder: Path) -> None:
     """Otherwise the comparison would be of less."""
-    degrees = set()
-    for line in read_metrics(folder / "three"):
-        degrees |= {value for key, value in line.items() if key.startswith("degree/")}
-    assert {1, 2, 3} <= degrees
+    assert json.loads((folder / "degrees.json").read_text()) == [1, 2, 3]
 
     state = json.loads((folder / "three" / f"step_{STEPS:08d}" / "state.json").read_text())
     assert state["batch_order"] == "mixed"
