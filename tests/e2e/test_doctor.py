@@ -17,6 +17,7 @@ from runs import run
 from opensora_sp.cli import main
 from opensora_sp.common import importing
 from opensora_sp.runtime import versions
+from opensora_sp.runtime.doctor import diagnosis
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -47,6 +48,15 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     collective = report["collective"]["result"]
     assert "round trip" in collective and "GB/s" in collective
     assert report["facts"] == versions.versions()
+
+
+def test_late_ranks_are_told_from_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "PROBE_TIMEOUT", 0.2)
+    diagnosed = diagnosis.diagnose(free_port(), collective=True, trains=False)
+    assert diagnosed is not None and diagnosed.collective is not None
+    assert diagnosed.collective.status == "FAIL"
+    assert diagnosed.collective.result.startswith("no result within 0.2 s, at a load of ")
+    assert "try again on an idle host" in diagnosed.collective.advice
 
 
 def test_a_port_in_use_fails_and_is_reported_as_a_table(

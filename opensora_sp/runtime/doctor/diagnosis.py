@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -78,13 +79,27 @@ def _try_collective(nproc: int) -> Check:
     """Start ranks on this host; returns what they measured, or why they could not."""
     folder = Path(tempfile.mkdtemp(prefix="opensora-sp-doctor-"))
     with closing(LocalRanks(nproc, measure_once, folder / "ranks.log")) as ranks:
-        timer = threading.Timer(PROBE_TIMEOUT, ranks.close)
+        is_late = threading.Event()
+
+        def end_late_ranks() -> None:
+            is_late.set()
+            ranks.close()
+
+        timer = threading.Timer(PROBE_TIMEOUT, end_late_ranks)
         timer.start()
         try:
             _, measured = ranks.run("measure", on_step=print, is_cancelled=lambda: False)
         except ValueError as error:
             # The message names the log, which is kept.
-            return Check.failed("all ranks", str(error))
+            message = str(error)
+            if is_late.is_set():
+                load, cores = os.getloadavg()[0], os.cpu_count()
+                message = (
+                    f"got no result within {PROBE_TIMEOUT:g} s, at a load of {load:.0f} on {cores} "
+                    f"cores; expected one; try again on an idle host, or look at why a rank hangs "
+                    f"({error})"
+                )
+            return Check.failed("all ranks", message)
         finally:
             timer.cancel()
     shutil.rmtree(folder)
