@@ -153,8 +153,9 @@ def compiled_in_parallel() -> None:
     for case, options in WAYS:
         torch._dynamo.reset()
         assert_one_process_result(case, mesh, **options)
-        # The texts have other lengths, and the blocks are those of another model.
-        assert_one_process_result(replace(case, mask=True), mesh, **options)
+        if case is WAYS[0][0]:
+            # The texts have other lengths, and the blocks are those of another model.
+            assert_one_process_result(replace(case, mask=True), mesh, **options)
 
 
 @pytest.mark.slow
