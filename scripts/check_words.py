@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 INSTEAD = {
-    r"told|tells?\b": "report, log, raise, return, state",
+    r"told|(?<!\.)tells?\b": "report, log, raise, return, state",
     r"\bmeeting\b|who has come": "rendezvous, ranks that have joined",
     r"hung on|hangs? (?:on|at) |take hold of": "hooks attached to the model, hook points",
     r"sees? to it": "propagates failures",

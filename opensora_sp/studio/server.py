@@ -27,7 +27,7 @@ from .jobs import Queue
 from .page import CSS, build
 from .session import serve
 
-# The browser asks no other host, and tells none the address.
+# The browser asks no other host, and sends none the address.
 POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
 HEADERS = ((b"content-security-policy", POLICY), (b"referrer-policy", b"no-referrer"))
 

@@ -50,7 +50,7 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     assert report["facts"] == versions.versions()
 
 
-def test_late_ranks_are_told_from_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_ranks_are_named_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "PROBE_TIMEOUT", 0.2)
     diagnosed = diagnosis.diagnose(free_port(), collective=True, trains=False)
     assert diagnosed is not None and diagnosed.collective is not None

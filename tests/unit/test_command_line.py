@@ -31,7 +31,7 @@ def test_help_lists_the_usual_path_first(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("word", "advice"), [("trian", "did you mean 'train'?"), ("xyzzy", "take one of these")]
+    ("word", "advice"), [("trrain", "did you mean 'train'?"), ("xyzzy", "take one of these")]
 )
 def test_the_nearest_command_is_named(
     word: str, advice: str, capsys: pytest.CaptureFixture[str]
