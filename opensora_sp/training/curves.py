@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .metrics import RANKS, plot_loss, read_lines
+from .metrics import RANKS, plot_loss, read_lines, read_validations
 
 OLDER = 8  # validations whose losses by timestep are drawn
 INSIDE, BELOW = 8, 40  # labels that a legend has at most, in the axes and below them
@@ -43,7 +43,7 @@ class RunRecord:
             folder,
             lines=read_lines(folder / "metrics.jsonl"),
             sessions=read_lines(folder / "sessions.jsonl"),
-            validations=read_lines(folder / "validation.jsonl"),
+            validations=read_validations(folder),
         )
         if not (run.lines and run.sessions):
             raise ValueError(

@@ -251,8 +251,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_lines(run_dir / "metrics.jsonl")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file that have a step; none without the file.
+def read_validations(run_dir: Path) -> list[dict[str, Any]]:
+    """Step, ``loss`` and ``loss_by_bin`` of each validation on held-out clips."""
+    return read_lines(run_dir / "validation.jsonl", "loss", "loss_by_bin")
+
+
+def read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
+    """The lines of a JSONL file that have a step and these names; none without the file.
 
     Damaged lines are skipped: the last one while it is being written, and where the process was
     killed meanwhile or the disk has changed bytes.
@@ -268,7 +273,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for text in whole:
         with suppress(ValueError):
             line = parse_json(text, f"a line of {path}")
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            is_whole = isinstance(line, dict) and line.keys() >= {*names}
+            if is_whole and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines
 
@@ -286,7 +292,7 @@ def draw_loss(run_dir: Path) -> None:
     figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
     axes = figure.subplots()
     plot_loss(axes, read_metrics(run_dir), color="tab:blue", label=run_dir.name)
-    validations = read_lines(run_dir / "validation.jsonl")
+    validations = read_validations(run_dir)
     if validations:
         steps, losses = ([line[key] for line in validations] for key in ("step", "loss"))
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="held-out")

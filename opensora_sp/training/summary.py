@@ -32,7 +32,7 @@ from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 
 from .checkpointing import TrainingState
-from .metrics import format_time, read_lines
+from .metrics import format_time, read_validations
 from .step_log import Peak
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     loss = "no finite loss" if last_loss is None else f"last loss {last_loss:.4f}"
     steps = f"{cfg.max_steps} of {cfg.max_steps} steps"
     heldout = ""
-    for line in read_lines(run_dir / "validation.jsonl")[-1:]:
+    for line in read_validations(run_dir)[-1:]:
         heldout = f" | held-out loss {line['loss']:.4f} (step {line['step']})"
     logger.info("finished: %s | %s | %s%s", steps, format_time(seconds), loss, heldout)
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))

@@ -20,8 +20,10 @@ from opensora_sp.training.metrics import (
     LogFile,
     Reporter,
     append_line,
+    draw_loss,
     read_lines,
     read_metrics,
+    read_validations,
 )
 
 VALUES: dict[str, float | None] = {"loss": 0.5, "lr": 1e-4, "tokens_per_s": 7.0, "eta": 1.0}
@@ -177,6 +179,16 @@ def test_a_flipped_bit_costs_one_line(
     assert not [line for line in log if "incomplete" in line]
     kept = [3] if place == b"skipped" else []
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, *kept, 4, 5]
+
+
+def test_a_flipped_bit_costs_one_validation(tmp_path: Path) -> None:
+    report(tmp_path, range(3))
+    path = tmp_path / "validation.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first.replace(b'"loss"', b'"lors"') + b"".join(others))
+
+    draw_loss(tmp_path)
+    assert len(read_validations(tmp_path)) == len(others) > 0
 
 
 def test_metrics_stay_where_they_cannot_be_rewritten(tmp_path: Path) -> None:
