@@ -286,7 +286,12 @@ def _gathered(sizes: ModelSizes, zero: Zero) -> int:
     return zero.element_size * (received + local)
 
 
-# Levels of recomputation
+# Levels of recomputation, for ``grad_checkpoint="auto"``: the least with which a batch fits.
+#
+# All blocks keep the same stages of ``models/recompute.py``, and the first ones a stage more, as
+# far as the estimated peak stays below the budget. Only where recomputing everything does not fit
+# do the inputs of the last blocks, of as few as possible, go to the host. The choice depends on
+# the config, the batch's shape and the device's memory alone, so all ranks choose alike.
 
 
 LEVELS = tuple(range(OFFLOADED, EVERYTHING + 1))

@@ -233,7 +233,12 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors if name not in trained}
 
 
-# The checkpoint to resume from
+# The checkpoint to resume from: the newest that is whole and equal on all ranks.
+#
+# Saves refuse weights that are not finite, so a whole checkpoint is finite. One that contradicts
+# its digests is set aside. One that cannot be read now, or is of another format, is passed over
+# and stays as it is. Where a checkpoint was once committed and none can be resumed, every start
+# raises an error, until the user asks for a start from step 0.
 
 
 def find_checkpoint(run_dir: Path, resume: str) -> Path | None:

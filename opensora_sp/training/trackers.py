@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and Weights & Biases, behind one interface.
+"""Trackers: TensorBoard and Weights & Biases, with the same methods.
 
 They show what a run's folder has in files: hyperparameters, metrics and, in W&B, videos. Steps
 are optimizer steps, counted from 1. A run that resumes replaces what an attempt before has tracked

@@ -15,7 +15,6 @@ Traffic in E, activations of C numbers for each token:
     =================  ==============================  ==========================================
 
 Here are the launches and the autograd functions; ``modulation_kernels.py`` has the kernels.
-Arguments have the types that the operators' functions and ``kernels/fused.py`` state.
 
 Legend: as in ``kernels/fused.py``; N entries of a table ``[N, C]``.
 """
@@ -306,20 +305,29 @@ def _add_pieces(
     )
 
 
-def _fake_norm_modulate(x, branch, *_):
+def _fake_norm_modulate(x: Tensor, branch: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return _like(x, 0) if branch is None else _like(x), _like(x)
 
 
-def _fake_norm_modulate_backward(total, scale, bias, *_):
+def _fake_norm_modulate_backward(
+    total: Tensor, scale: Tensor, bias: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     grad_bias = _like(scale, 0) if bias is None else _like(bias)
     return _like(total), _like(scale, 2, *scale.shape), grad_bias
 
 
-def _fake_add_gated(x, *_):
+def _fake_add_gated(x: Tensor, *_: Any) -> Tensor:
     return _like(x)
 
 
-def _fake_add_gated_backward(gate, branch, bias, grad_total, other, *_):
+def _fake_add_gated_backward(
+    gate: Tensor,
+    branch: Tensor | None,
+    bias: Tensor | None,
+    grad_total: Tensor,
+    other: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_gate = _like(gate, 0) if branch is None else _like(gate)
     grad_bias = _like(gate, 0) if bias is None else _like(bias)
     grad = _like(grad_total, 0) if other is None else _like(grad_total)
@@ -340,7 +348,16 @@ class _NormModulate(torch.autograd.Function):
     """Returns the sum, or x itself, too: backward gets its gradient and adds nothing apart."""
 
     @staticmethod
-    def forward(ctx, x, branch, bias, shift, scale, first, rows):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        bias: Tensor | None,
+        shift: Tensor,
+        scale: Tensor,
+        first: int,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
         total, modulated = norm_modulate_forward(x, branch, bias, shift, scale, first, rows)
         if branch is None:
             total = x.view_as(x)
@@ -349,21 +366,35 @@ class _NormModulate(torch.autograd.Function):
         return total, modulated
 
     @staticmethod
-    def backward(ctx, grad_total, grad_modulated):
+    def backward(ctx: Any, grad_total: Tensor, grad_modulated: Tensor) -> tuple[Tensor | None, ...]:
         total, scale, bias = ctx.saved_tensors
         grad, entries, grad_bias = norm_modulate_backward(
             total, scale, bias, grad_total, grad_modulated, *ctx.rows
         )
-        grad_branch = grad if ctx.adds else None
-        grad_bias = None if bias is None else grad_bias
-        return grad, grad_branch, grad_bias, *entries.unbind(), None, None
+        return (
+            grad,
+            grad if ctx.adds else None,
+            None if bias is None else grad_bias,
+            *entries.unbind(),
+            None,
+            None,
+        )
 
 
 class _AddGated(torch.autograd.Function):
     """The gradient of x is the gradient of the sum. With ``twice``, backward adds two of these."""
 
     @staticmethod
-    def forward(ctx, x, gate, branch, bias, first, rows, twice):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        branch: Tensor,
+        bias: Tensor | None,
+        first: int,
+        rows: int,
+        twice: bool,
+    ) -> Any:
         # A frozen gate and bias, as under LoRA, need no branch.
         _, gate_is_trained, _, bias_is_trained, *_ = ctx.needs_input_grad
         if gate_is_trained or bias_is_trained:
@@ -375,33 +406,53 @@ class _AddGated(torch.autograd.Function):
         return (total, total.view_as(total)) if twice else total
 
     @staticmethod
-    def backward(ctx, grad_total, other=None):
+    def backward(
+        ctx: Any, grad_total: Tensor, other: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         gate, branch, bias = ctx.saved_tensors
         grad_gate, grad_branch, grad_bias, grad = add_gated_backward(
             gate, branch, bias, grad_total, other, *ctx.rows
         )
-        grad = grad_total if other is None else grad
-        grad_gate = None if branch is None else grad_gate
-        grad_bias = None if bias is None else grad_bias
-        return grad, grad_gate, grad_branch, grad_bias, None, None, None
+        return (
+            grad_total if other is None else grad,
+            None if branch is None else grad_gate,
+            grad_branch,
+            None if bias is None else grad_bias,
+            None,
+            None,
+            None,
+        )
 
 
-def norm_modulate(x, shift, scale, part=None):
+def norm_modulate(
+    x: Tensor, shift: Tensor, scale: Tensor, part: Part | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``kernels/fused.py``."""
     return add_norm_modulate(x, None, shift, scale, part)
 
 
-def add_norm_modulate(x, branch, shift, scale, part=None, bias=None):
+def add_norm_modulate(
+    x: Tensor,
+    branch: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    part: Part | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See ``kernels/fused.py``."""
     return _NormModulate.apply(x, branch, bias, shift, scale, *_numbers(part))
 
 
-def add_gated(x, gate, branch, part=None, bias=None):
+def add_gated(
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
+) -> Tensor:
     """See ``kernels/fused.py``."""
     return _AddGated.apply(x, gate, branch, bias, *_numbers(part), False)
 
 
-def add_gated_twice(x, gate, branch, part=None, bias=None):
+def add_gated_twice(
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``kernels/fused.py``."""
     return _AddGated.apply(x, gate, branch, bias, *_numbers(part), True)
 

@@ -30,12 +30,22 @@ TILE_BYTES = 4096
 MAX_PARTS = 528
 
 
-def qk_norm(qkv, q_weight, k_weight, rotation, eps):
+def qk_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """See ``kernels/fused.py``."""
     return _QKNorm.apply(qkv, k_weight, q_weight, None, rotation, eps)
 
 
-def linear_qk_norm(x, weight, bias, q_weight, k_weight, rotation, eps):
+def linear_qk_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotation: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See ``kernels/fused.py``."""
     # The product adds the bias, which costs nothing. Its gradient comes from the norms' backward.
     qkv = F.linear(x, weight, bias.detach()).unflatten(-1, (3, -1, len(q_weight)))
@@ -50,25 +60,34 @@ class _QKNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, qkv, k_weight, q_weight, bias, rotation, eps):
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        k_weight: Tensor,
+        q_weight: Tensor,
+        bias: Tensor | None,
+        rotation: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.eps, ctx.has_bias = eps, bias is not None
         ctx.save_for_backward(qkv, q_weight, k_weight, rotation)
         q, k = _qk_norm(qkv, q_weight, k_weight, rotation, eps)
         return q, k, qkv.select(2, 2)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_qkv, sums = _qk_norm_backward(*grads, *ctx.saved_tensors, ctx.eps, ctx.has_bias)
         width = grad_qkv.shape[-1]
-        grad_q_weight, grad_k_weight = sums[:width], sums[width : 2 * width]
-        grad_bias = sums[2 * width :] if ctx.has_bias else None
+        grad_q_weight, grad_k_weight, grad_bias = sums[:width], sums[width : 2 * width], None
+        if ctx.has_bias:
+            grad_bias = sums[2 * width :]
         return grad_qkv, grad_k_weight, grad_q_weight, grad_bias, None, None
 
 
 def _forward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    q, k = _fake_forward(qkv, q_weight)
+    q, k = _fake_forward(qkv, q_weight, k_weight, rotation, eps)
     call = _arguments(qkv, rotation)
     if q.numel():
         grid = (_num_tiles(call),)
@@ -76,7 +95,9 @@ def _forward(
     return q, k
 
 
-def _fake_forward(qkv, q_weight, *_):
+def _fake_forward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(qkv.dtype, q_weight.dtype)
     rows, length, _, heads, width = qkv.shape
     q = qkv.new_empty(rows, length, heads, width, dtype=dtype)
@@ -120,7 +141,8 @@ def _backward(
     return grad_qkv, sum_parts(sums, q_weight.dtype)
 
 
-def _fake_backward(_q, _k, _v, qkv, q_weight, _k_weight, _rotation, _eps, has_bias):
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    _, _, _, qkv, q_weight, _, _, _, has_bias = args
     return qkv.new_empty(qkv.shape), q_weight.new_empty(_num_sums(qkv, has_bias))
 
 
