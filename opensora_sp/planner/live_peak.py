@@ -1,4 +1,4 @@
-"""The peak of live tensor bytes, counted by storage: of tensors alone, and as CUDA allocates them."""
+"""The peak of live tensor bytes, counted by storage; of tensors alone, or as CUDA allocates."""
 
 from __future__ import annotations
 
