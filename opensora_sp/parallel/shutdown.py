@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 FAILURE = "opensora_sp/failure"
-STORE_TIMEOUT = timedelta(seconds=5)
+# Seconds for an answer of the store: a host that is stopped never gives one.
+STORE_TIMEOUT = 5.0
 
 
 def shutdown_process_group(*, drain: bool = True) -> None:
@@ -99,12 +100,19 @@ def report_failure(error: Exception) -> None:
         return
 
     rank, store = dist.get_rank(), c10d._get_default_store()
-    reason = first_reason = f"rank {rank} failed: {type(error).__name__}: {error}"
-    # Whoever hosts the store may be gone.
-    with suppress(RuntimeError):
-        store.set_timeout(STORE_TIMEOUT)
-        first_reason = store.compare_set(FAILURE, "", reason).decode()
+    reason = f"rank {rank} failed: {type(error).__name__}: {error}"
+    answers: list[str] = []
 
+    def leave_reason() -> None:
+        # Whoever hosts the store may be gone.
+        with suppress(RuntimeError):
+            answers.append(store.compare_set(FAILURE, "", reason).decode())
+
+    # A call of a store has no time limit.
+    leaving = threading.Thread(target=leave_reason, daemon=True)
+    leaving.start()
+    leaving.join(STORE_TIMEOUT)
+    first_reason = answers[0] if answers else reason
     if first_reason.partition(":")[2] != reason.partition(":")[2]:
         error.add_note(f"first, {first_reason}")
 

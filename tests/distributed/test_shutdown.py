@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import become_rank, run_ranks, torchrun_environment, warm_context
+from ranks import become_rank, free_port, run_ranks, torchrun_environment, warm_context
 from runs import ROOT
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -24,6 +25,7 @@ from opensora_sp.parallel import (
     drain_process_group,
     parallelize,
     register_plan,
+    shutdown,
     shutdown_process_group,
 )
 
@@ -158,6 +160,35 @@ def test_a_rank_that_raises_gives_its_peers_the_reason(planted_in: str, tmp_path
         *_, last = log.read_text().splitlines()
         expected = error if rank == 1 else f"first, rank 1 failed: {error}"
         assert last.removeprefix(f"[rank{rank}]: ").startswith(expected), log.read_text()
+
+
+def fail_with_a_stopped_host(rank: int, port: int) -> None:
+    """Rank 0 hosts the store, and is stopped when rank 1 leaves its reason there."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    time.sleep(0.5)
+    shutdown.STORE_TIMEOUT = 1.0
+    shutdown.report_failure(ValueError("planted"))
+    os._exit(7)
+
+
+def test_a_stopped_host_of_the_store_keeps_no_failed_rank() -> None:
+    port = free_port()
+    context = warm_context()
+    processes = [
+        context.Process(target=fail_with_a_stopped_host, args=(rank, port), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    stopped, failed = processes
+    failed.join(30)
+    stopped.kill()
+    assert failed.exitcode == 7
 
 
 @pytest.mark.parametrize("folder", ["opensora_sp", "scripts", "benchmarks", "docs", "tests"])
