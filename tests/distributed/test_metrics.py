@@ -332,7 +332,8 @@ def test_the_plot_of_losses_has_validations_and_plain_numbers(
     for step in range(1, 21):
         append_line(tmp_path / "metrics.jsonl", {"step": step, "loss": 1.2 - step / 200})
     for step, loss in ((10, 1.25), (20, 1.21)):
-        append_line(tmp_path / "validation.jsonl", {"step": step, "loss": loss})
+        line = {"step": step, "loss": loss, "loss_by_bin": [loss]}
+        append_line(tmp_path / "validation.jsonl", line)
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
     draw_loss(tmp_path)
