@@ -1,4 +1,4 @@
-"""Models, parallel strategies, the plugin and sampling on CUDA's code path.
+"""Models, parallel strategies and the plugin on CUDA's code path.
 
 The host waits for nothing, collectives get tensors of the device, and a pair of blocks is no more
 launches than measured. Functions that run under the stub begin with ``on_``.
@@ -7,23 +7,15 @@ launches than measured. Functions that run under the stub begin with ``on_``.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cuda_cases import CASES, batch, build, cache, on_model, step
 from cuda_stub import Recording, join, phase, requires_stub, run_on_stub
-from runs import SAMPLE
 
-from opensora_sp.config import load_inference_config
-from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize
-from opensora_sp.sampling.decoding import collected, decode
-from opensora_sp.sampling.pipeline import Pipeline
-from opensora_sp.sampling.requests import requests_of
 
 pytestmark = requires_stub
 
@@ -83,15 +75,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "switch": {},
     "ulysses": dict(strategy="ulysses"),
     "split_gather": dict(strategy="split_gather"),
-    "chunks": dict(overlap_chunks=CHUNKS),
-    "overlapped backward": dict(overlap_backward=True),
     "chunks, overlapped backward": dict(overlap_chunks=CHUNKS, overlap_backward=True),
 }
 
 
-def on_strategy(options: dict[str, Any], checkpoint: bool) -> None:
+def on_strategy(options: dict[str, Any]) -> None:
     join(world=8, rank=3)
-    model = build("STDiT3", checkpoint=checkpoint, hidden_size=192, num_heads=8)
+    model = build("STDiT3", checkpoint=True, hidden_size=192, num_heads=8)
     parallelize(model, SequenceMesh(sp_size=8), **options)
     # At least two frames on each rank, which can be sent in chunks.
     inputs = batch("STDiT3", model, samples=1, size=(17, 20, 8))
@@ -100,9 +90,8 @@ def on_strategy(options: dict[str, Any], checkpoint: bool) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpoint"])
-def test_a_strategy_sends_device_tensors_and_waits_for_nothing(name: str, checkpoint: bool) -> None:
-    recording = run_on_stub(on_strategy, STRATEGIES[name], checkpoint)
+def test_a_strategy_sends_device_tensors_and_waits_for_nothing(name: str) -> None:
+    recording = run_on_stub(on_strategy, STRATEGIES[name])
     assert not recording.refused
 
     for part in (recording.in_phase("forward"), recording.in_phase("backward")):
@@ -141,8 +130,7 @@ def on_plugin(stage: int, overlap: bool) -> None:
         phase(f"{name}end")
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize(("stage", "overlap"), [(1, False), (2, True)])
 def test_a_step_of_the_plugin(stage: int, overlap: bool) -> None:
     recording = run_on_stub(on_plugin, stage, overlap)
     forward, backward, update = map(recording.in_phase, ("forward", "backward", "step"))
@@ -158,51 +146,3 @@ def test_a_step_of_the_plugin(stage: int, overlap: bool) -> None:
 
     assert not forward.syncs and not backward.syncs and not update.syncs
     assert not [copy for copy in update.copies if copy.blocking]
-
-
-def on_sampling(folder: str) -> tuple[int, list[torch.Size]]:
-    join(world=4, rank=1)
-    cfg = load_inference_config(Path(folder) / "sample.py", ["precision=bf16", "num_frames=5"])
-    options = dict(cfg.model)
-    model = build_model(options.pop("type"), **options).requires_grad_(False).eval()
-    mesh, device = SequenceMesh(4), torch.device("cuda")
-    parallelize(model.to(device, torch.bfloat16), mesh)
-    vae, text = PatchPoolVAE((1, 4, 4)).to(device), HashedBagOfWords(8, 12).to(device)
-    pipeline = Pipeline(cfg, model, vae, text, device)
-
-    steps: list[int] = []
-
-    def on_step(*_: object) -> None:
-        steps.append(len(steps) + 1)
-        phase(f"after step {steps[-1]}")
-
-    phase("sample")
-    # Latents that were never computed may be refused as not finite.
-    with suppress(ValueError):
-        pipeline.latents(requests_of(cfg, ["a red circle", "white", "blue"]), on_step=on_step)
-
-    phase("decode")
-    latents = torch.zeros(1, 3, *vae.latent_size(5, 28, 24), device=device)
-    frames = decode(vae, [latents], num_frames=5, size=(28, 24), mesh=mesh, overlap=0)
-    videos = collected(frames, 1)
-    phase("end")
-    return len(steps), [video.shape for video in videos]
-
-
-def test_sampling_with_guidance(tmp_path: Path) -> None:
-    (tmp_path / "sample.py").write_text(SAMPLE)
-    recording = run_on_stub(on_sampling, str(tmp_path))
-    # Rank 0 writes the video.
-    assert recording.result == (4, [(0, 0, 0, 3)])
-    assert not recording.refused
-
-    # Three prompts with and without guidance on four ranks: three switches and the output's gather.
-    for number in (1, 2, 3):
-        part = recording.in_phase(f"after step {number}")
-        assert sent(part) == {"all_to_all_single": 4}
-        assert not part.syncs
-
-    # Frames go to the rank that writes them, on the host.
-    decoded = recording.in_phase("decode")
-    assert not sent(decoded)
-    assert set(sent(decoded, "host")) == {"send"}

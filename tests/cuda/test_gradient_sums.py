@@ -6,7 +6,6 @@ tensor. ``RoundedAdds`` does the same on the CPU, whose own kernels accumulate i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_sp.models import build_model
 from opensora_sp.models.conditions import Conditioning, Text
-from opensora_sp.models.functions import take
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.cost_model import CostModel
@@ -34,11 +32,6 @@ pytestmark = pytest.mark.core
 ADDING = {"index_add", "index_reduce", "scatter_add", "scatter_reduce", "embedding_dense_backward"}
 PUTTING = {"index_put", "_index_put_impl", "_unsafe_index_put"}
 BOUND = 0.03  # relative L2 error of a bf16 gradient
-# What shifts all scores of a query alike has no effect, so the gradients of queries are differences
-# of nearly equal numbers. At depth 28 they show the rounding of activations; fp32 softmax changes
-# nothing.
-QUERIES = ("cross_attn.q_linear", "q_norm", "k_norm")
-QUERY_BOUND = 0.1
 
 
 class RoundedAdds(TorchDispatchMode):
@@ -83,10 +76,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def drawn(model: nn.Module, scale: float = 0.5) -> nn.Module:
-    """All weights at random, so that nothing is hidden by zeros; exact in bf16.
-
-    They are so small that rounded activations leave most gradients right to about 1 % at depth 28.
-    """
+    """All weights at random, so that nothing is hidden by zeros; exact in bf16."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -98,9 +88,8 @@ def drawn(model: nn.Module, scale: float = 0.5) -> nn.Module:
     return model
 
 
-@functools.cache
 def gradients(
-    depth: int, dtype: torch.dtype
+    dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], list[tuple[str, torch.dtype]]]:
     """Gradients for a clip of 16 frames of 1024 patches whose first frame is a conditioning frame.
 
@@ -109,7 +98,7 @@ def gradients(
     model = build_model(
         "STDiT3",
         hidden_size=16,
-        depth=depth,
+        depth=2,
         num_heads=1,
         caption_channels=8,
         model_max_length=6,
@@ -127,32 +116,13 @@ def gradients(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [2, 28])
-def test_bf16_gradients_are_those_of_fp32_where_sums_are_rounded_add_by_add(depth: int) -> None:
-    exact, _ = gradients(depth, torch.float32)
-    found, added = gradients(depth, torch.bfloat16)
+def test_bf16_gradients_are_those_of_fp32_where_sums_are_rounded_add_by_add() -> None:
+    exact, _ = gradients(torch.float32)
+    found, added = gradients(torch.bfloat16)
     errors = {name: relative_error(found[name], exact[name]) for name in exact}
-    bounds = {
-        name: QUERY_BOUND if depth > 2 and any(part in name for part in QUERIES) else BOUND
-        for name in exact
-    }
-    assert len(errors) > 20 * depth
-    assert not {name: error for name, error in errors.items() if error > bounds[name]}
+    assert len(errors) > 40
+    assert not {name: error for name, error in errors.items() if error > BOUND}
     assert not added
-
-
-def test_the_emulation_shows_what_rounded_adds_do() -> None:
-    """A table that 16384 tokens take by ``index_select``: most of its gradient is lost."""
-    tokens = torch.randn(16384, 8) + 1
-    errors = []
-    for dtype in (torch.float32, torch.bfloat16):
-        table = torch.zeros(2, 8, dtype=dtype, requires_grad=True)
-        spread = table.index_select(0, torch.arange(16384) % 2)
-        with RoundedAdds() as adds:
-            (spread * tokens.to(dtype)).sum().backward()
-        assert adds.calls == [("index_add", dtype)]
-        errors.append(relative_error(table.grad, tokens.unflatten(0, (-1, 2)).sum(0)))
-    assert errors[0] < 1e-5 and errors[1] > 0.3, errors
 
 
 def step(model: nn.Module, size: tuple[int, ...], **more: Any) -> None:
@@ -268,32 +238,6 @@ def laid_out(entry: Tensor, rows: Rows) -> Tensor:
     return entry.expand(len(entry), n, rows.length, -1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_entries_of_whole_samples_are_not_laid_out_over_the_patches(batch: int) -> None:
-    grid = PatchGrid(num_samples=batch, latent_size=(3, 4, 4), patch_size=(1, 1, 1))
-    given = torch.zeros(batch, 3, dtype=torch.bool)
-    text = Text(torch.zeros(batch, 8), [1] * batch)
-    shapes = {SPATIAL: (batch, 3, 1, 8), TEMPORAL: (batch, 1, 3, 8)}
-    for layout, masked in shapes.items():
-        for mask, states, shape in ((None, 1, (batch, 1, 1, 8)), (given, 2, masked)):
-            modulation = torch.randn(batch, states, 6, 8)
-            condition = Conditioning(modulation, mask, text).of(TEMPORAL, grid.rows(layout))
-            assert {entry.shape for entry in condition.entries(torch.zeros(3, 8), 0, None)} == {
-                shape
-            }
-
-
-def test_taking_distinct_entries() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for dim, index in ((0, [2, 0, 3]), (1, [1, 2, 0]), (0, [])):
-        x = torch.randn(4, 3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
-        places = torch.tensor(index, dtype=torch.int64)
-        assert torch.equal(take(x, places, dim), x.index_select(dim, places))
-        if index:
-            inputs = (lambda x, places=places, dim=dim: take(x, places, dim)), x
-            assert torch.autograd.gradcheck(*inputs) and torch.autograd.gradgradcheck(*inputs)
-
-
 def weight_gradients_on_the_device() -> None:
     """As in a custom training loop on one GPU; in bf16 and fp16."""
     mesh = SequenceMesh()
@@ -306,14 +250,8 @@ def weight_gradients_on_the_device() -> None:
             loss.backward()
 
 
-def plain_product_on_the_device() -> None:
-    a = torch.randn(64, 64, dtype=torch.bfloat16).cuda()
-    a @ a
-
-
 @requires_stub
 def test_matrix_products_add_partial_sums_in_fp32() -> None:
-    assert any(gemm.reduced_precision for gemm in run_on_stub(plain_product_on_the_device).gemms)
     found = run_on_stub(weight_gradients_on_the_device)
     backward = found.in_phase("backward").gemms
     assert len(backward) > 100 and not any(gemm.reduced_precision for gemm in backward)
@@ -330,11 +268,11 @@ def test_a_mesh_switches_reduced_precision_off(name: str) -> None:
     assert getattr(matmul, setting) is False
 
 
-def norm_of_bf16_gradients(kind: type[torch.optim.Optimizer]) -> None:
+def norm_of_bf16_gradients() -> None:
     """As ZeRO finds it, of gradients that sums of squares in bf16 would stagnate on."""
     model = nn.Linear(512, 512, bias=False).bfloat16()
     plugin = SequenceParallelPlugin(stage=2, precision="bf16", max_norm=1.0)
-    optimizer = kind(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     optimizer.backward(model(x).float().sum())
@@ -349,35 +287,5 @@ def norm_of_bf16_gradients(kind: type[torch.optim.Optimizer]) -> None:
     assert optimizer.get_grad_norm() == pytest.approx(squares.sqrt().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD]
-)
-def test_the_gradient_norm_of_bf16_gradients_is_not_rounded_to_bf16(kind: type) -> None:
-    run_ranks(2, norm_of_bf16_gradients, kind)
-
-
-def reduced_over_ranks(communication_dtype: torch.dtype | None) -> float:
-    """Relative error of the mean over the ranks of bf16 gradients."""
-    model = nn.Linear(512, 64, bias=False).bfloat16()
-    plugin = SequenceParallelPlugin(
-        stage=2, precision="bf16", communication_dtype=communication_dtype
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
-    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
-    weight = model.unwrap().weight
-    (own,) = torch.autograd.grad(model(x).square().float().sum(), weight)
-    exact = own.double() / dist.get_world_size()
-    dist.all_reduce(exact)
-
-    optimizer.backward(model(x).square().float().sum())
-    (shard,) = next(iter(optimizer.pg_to_grad_store.values())).get_working_grads_by_group_id(0)
-    size = len(shard)
-    return relative_error(shard, exact.flatten()[dist.get_rank() * size :][:size])
-
-
-def test_reduction_over_ranks_rounds_once_with_fp32_communication() -> None:
-    rounded = run_ranks(8, reduced_over_ranks, None)
-    once = run_ranks(8, reduced_over_ranks, torch.float32)
-    assert max(rounded) < 0.006
-    assert max(once) < 0.0025 and max(once) < 0.7 * max(rounded), (once, rounded)
+def test_the_gradient_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
+    run_ranks(2, norm_of_bf16_gradients)

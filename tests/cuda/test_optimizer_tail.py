@@ -73,10 +73,6 @@ def on_steps(world: int, stage: int, precision: str, locally: bool) -> int:
     ("world", "stage", "precision", "locally"),
     [
         (8, 2, "bf16", False),
-        (8, 1, "fp16", False),
-        (8, 2, "fp32", False),
-        (1, 2, "bf16", False),
-        (1, 1, "fp16", False),
         (1, 1, "fp32", False),
         # The gradients of all micro-batches are reduced in the tail.
         (8, 1, "fp16", True),

@@ -16,7 +16,6 @@ from cuda_cases import cache
 from cuda_stub import phase, requires_stub, run_on_stub
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opensora_sp.config.sections import Lora
 from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.recompute import EVERYTHING, levels_of
 from opensora_sp.models.registry import model_class, resolve_config
@@ -42,7 +41,6 @@ class Case:
     training: bool = True
     kernels: Kernels = "torch"
     level: int | None = None  # of all blocks, instead of ``checkpointing``
-    lora: Lora | None = None
     options: Options = field(default_factory=Options)
 
     @property
@@ -97,7 +95,7 @@ def random_cases(number: int) -> dict[str, Case]:
     return cases
 
 
-CASES = CHOSEN | random_cases(10)
+CASES = CHOSEN | random_cases(4)
 
 
 class RankOfMany(SequenceMesh):
@@ -136,7 +134,6 @@ def traced(case: Case) -> Activations:
         level=case.block_level,
         training=case.training,
         kernels=case.kernels,
-        lora=case.lora,
     )
 
 
@@ -201,29 +198,9 @@ WITH_KERNELS = {
     "all recomputed": Case(CLIPS, kernels="triton"),
     "projections kept": Case(CLIPS, kernels="triton", level=5),
     "nothing recomputed": Case(CLIPS, kernels="triton", level=EVERYTHING),
-    "on two ranks, overlapped": Case(
-        (1, 4, 24, 48, 48),
-        2,
-        False,
-        kernels="triton",
-        options=Options(overlap_chunks=3, overlap_backward=True),
-    ),
-    "images": Case((20, 4, 1, 32, 32), checkpointing=False, kernels="triton"),
     "STDiT2": Case((2, 4, 16, 32, 48), model="STDiT2-XL/2", checkpointing=False, kernels="triton"),
     "sampling": Case(CLIPS, training=False, kernels="triton"),
 }
-ADAPTED = [
-    Case(CLIPS, kernels="triton", level=level, dtype=dtype, lora=Lora(rank=16))
-    for level in (0, 3, EVERYTHING)
-    for dtype in (torch.bfloat16, torch.float32)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ADAPTED, ids=lambda case: f"{case.level} {case.dtype}")
-def test_kernels_keep_no_more_than_plain_torch_where_adapters_are_trained(case: Case) -> None:
-    """Of frozen gates and biases they keep no branches. Batch sizes are chosen in plain torch."""
-    assert predicted(case) <= predicted(replace(case, kernels="torch"))
 
 
 @pytest.mark.slow
@@ -243,7 +220,6 @@ def test_peaks_with_triton_kernels_are_predicted_within_five_percent() -> None:
 
 BOUNDS = {
     "many rows": Case((5, 4, 15, 18, 32), depth=4),
-    "long rows": Case((1, 4, 16, 64, 64), checkpointing=False, depth=2),
     "a third of all in one block": Case((4, 4, 5, 40, 40)),
     "on two ranks": Case((2, 4, 30, 32, 40), ranks=2, depth=4),
 }

@@ -49,12 +49,9 @@ class Case:
 CASES = {
     "stage 1, bf16": Case(1, "bf16"),
     "stage 2, bf16": Case(2, "bf16"),
-    "stage 2, fp32": Case(2, "fp32", depth=3),
     "stage 2, bf16, offloaded": Case(
         2, "bf16", depth=3, checkpointing="offload", latents=(1, 4, 48, 48, 48)
     ),
-    "stage 2, bf16, without checkpointing": Case(2, "bf16", depth=3, checkpointing=False),
-    "stage 1, bf16, summed up locally": Case(1, "bf16", accumulate_locally=True),
     "stage 2, fp32, summed up locally": Case(2, "fp32", depth=3, accumulate_locally=True),
 }
 

@@ -91,7 +91,6 @@ class Recording:
     launches: list[Launch] = field(default_factory=list)
     refused: list[Launch] = field(default_factory=list)  # outside of the device's limits
     gemms: list[Gemm] = field(default_factory=list)
-    dnn_plans: list[Record] = field(default_factory=list)  # of cuDNN: convolutions
     copies: list[Copy] = field(default_factory=list)
     memsets: list[Memset] = field(default_factory=list)
     syncs: list[Sync] = field(default_factory=list)
@@ -105,7 +104,7 @@ class Recording:
     @property
     def streams(self) -> set[int]:
         """Streams that work was put on; 0 is the default stream."""
-        work = (*self.launches, *self.gemms, *self.dnn_plans, *self.copies, *self.memsets)
+        work = (*self.launches, *self.gemms, *self.copies, *self.memsets)
         return {record.stream for record in work}
 
     def peak(self, phase: str) -> Memory:
@@ -151,8 +150,6 @@ def _add(recording: Recording, kind: str, common: tuple[str, int], columns: list
         case "gemm", [call, dtype, reduced, epilogue]:
             gemm = Gemm(*common, call, dtype, reduced == "1", int(epilogue))
             recording.gemms.append(gemm)
-        case "dnn", _:
-            recording.dnn_plans.append(Record(*common))
         case "copy", [direction, size, call, pinned, where]:
             copy = Copy(*common, direction, int(size), call == "async", pinned == "1", where)
             recording.copies.append(copy)

@@ -19,7 +19,7 @@ from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.cost_model import CostModel
 
 pytestmark = pytest.mark.core
-DEPTH = 3
+DEPTH = 2
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +54,10 @@ def step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "backend"), [("STDiT3", "aot_eager"), ("STDiT2", "eager")])
-def test_equal_numbers(name: str, backend: str) -> None:
+@pytest.mark.parametrize("name", ["STDiT3", "STDiT2"])
+def test_equal_numbers(name: str) -> None:
     plain = small(name)
-    compiled = compile_blocks(copy.deepcopy(plain), backend=backend)
+    compiled = compile_blocks(copy.deepcopy(plain), backend="eager")
     assert list(compiled.state_dict()) == list(plain.state_dict())
 
     bucket, another = (3, 4, 4), (2, 6, 4)
@@ -65,8 +65,6 @@ def test_equal_numbers(name: str, backend: str) -> None:
         (bucket, (6, 3), False),
         (bucket, (2, 4), False),
         (bucket, (5, 5), True),
-        (bucket, (1, 6), True),
-        (another, (4, 2), True),
         (another, (1, 1), False),
         (bucket, (3, 3), False),
     ]
@@ -130,11 +128,8 @@ WAYS = [
     (Case((1, 5, 5, 6)), {}),
     (Case((1, 5, 5, 6), checkpoint=True), dict(overlap_chunks=2, overlap_backward=True)),
     (WindowCase((1, 5, 6, 6), kernel=(2, 2)), dict(strategy="ulysses")),
-    # Attention by heads: of one frame, of all tokens, of whole clips.
-    (Case((1, 1, 5, 6)), {}),
-    (Case((1, 5, 5, 6), checkpoint=True), dict(strategy="ulysses")),
+    # Attention by heads, of all tokens.
     (WindowCase((1, 2, 6, 6), full=True, checkpoint=True), {}),
-    (WindowCase((1, 5, 6, 6), kernel=(-1, -1)), {}),
 ]
 
 

@@ -1,14 +1,9 @@
-"""The smallest differentiable Triton kernel, ``y = factor * x``: for tests of the tools.
-
-Import it only under Triton's interpreter, under the stub of CUDA, or to compile it.
-"""
+"""The smallest Triton kernels, copies: the interpreter is tested on them before others."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from opensora_sp.models.kernels.triton.operator import opaque_operator
 
 BLOCK = 1024
 
@@ -30,13 +25,6 @@ def copy_in_loop_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
         tl.store(y_ptr + offsets, x, mask=offsets < numel)
 
 
-@triton.jit
-def sum_with_atomics_kernel(x_ptr, total_ptr, BLOCK: tl.constexpr):
-    """What no kernel may do: the order of the additions, and so the sum, is not determined."""
-    x = tl.load(x_ptr + tl.arange(0, BLOCK) + tl.program_id(0) * BLOCK)
-    tl.atomic_add(total_ptr, tl.sum(x.to(tl.float32)))
-
-
 def launch(x: Tensor, factor: float) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -44,30 +32,3 @@ def launch(x: Tensor, factor: float) -> Tensor:
         grid = (triton.cdiv(x.numel(), BLOCK),)
         scale_kernel[grid](x, y, factor, x.numel(), BLOCK=BLOCK, num_warps=4)
     return y
-
-
-def launch_backward(grad_y: Tensor, factor: float) -> Tensor:
-    return launch(grad_y, factor)
-
-
-def fake(x: Tensor, factor: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-forward = opaque_operator("test_scaled_copy", launch, fake)
-backward = opaque_operator("test_scaled_copy_backward", launch_backward, fake)
-
-
-class _ScaledCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return forward(x, factor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return backward(grad, ctx.factor), None
-
-
-def scaled_copy(x: Tensor, factor: float) -> Tensor:
-    return _ScaledCopy.apply(x, factor)

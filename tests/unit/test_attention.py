@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -396,109 +395,6 @@ def test_many_packed_samples_go_in_several_calls(
     assert flash.calls == ["varlen", "varlen"]  # the two in the middle have no query
 
 
-class OnCpu:
-    """torch's operators for packed tokens, which only CUDA has, computed by the reference on CPU.
-
-    ``calls`` counts them, forward and backward. The derivative that leads from one to the other is
-    autograd's own.
-    """
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.library = torch.library.Library("aten", "IMPL")
-        for kind in ("flash", "efficient"):
-            for direction in ("forward", "backward"):
-                function = partial(getattr(self, f"{kind}_{direction}"))
-                self.library.impl(f"_{kind}_attention_{direction}", function, "CPU")
-
-    def flash_forward(
-        self, q, k, v, q_edges, k_edges, longest_q, longest_k, dropout, causal, debug, **more
-    ):
-        assert not (dropout or causal or debug or any(value is not None for value in more.values()))
-        self.calls["flash forward"] += 1
-        empty = q.new_zeros(0, dtype=torch.float32)
-        return (
-            self.forward(q, k, v, q_edges, k_edges, longest_q, longest_k),
-            empty,
-            empty,
-            empty,
-            empty,
-        )
-
-    def flash_backward(self, grad, q, k, v, out, lse, q_edges, k_edges, *args, **more):
-        self.calls["flash backward"] += 1
-        return self.backward(grad, q, k, v, q_edges, k_edges)
-
-    def efficient_forward(
-        self, q, k, v, bias, q_edges, k_edges, longest_q, longest_k, dropout, mask, lse, **more
-    ):
-        assert lse and not (dropout or mask) and bias is None
-        self.calls["efficient forward"] += 1
-        out = self.forward(q[0], k[0], v[0], q_edges, k_edges, longest_q, longest_k)
-        seed = torch.zeros((), dtype=torch.int64)
-        return out[None], q.new_zeros(0, dtype=torch.float32), seed, seed, longest_q, longest_k
-
-    def efficient_backward(self, grad, q, k, v, bias, out, q_edges, k_edges, *args, **more):
-        self.calls["efficient backward"] += 1
-        grads = self.backward(grad[0], q[0], k[0], v[0], q_edges, k_edges)
-        return *(z[None] for z in grads), torch.empty(0)
-
-    def forward(self, q, k, v, q_edges, k_edges, longest_q, longest_k):
-        assert q_edges.dtype == k_edges.dtype == torch.int32
-        lengths = [edges.diff().tolist() for edges in (q_edges, k_edges)]
-        assert [max(one) for one in lengths] == [longest_q, longest_k]
-        return attention(q, k, v, lengths=tuple(lengths), backend="reference")
-
-    def backward(self, grad, q, k, v, q_edges, k_edges):
-        grads = [torch.zeros_like(z, dtype=torch.float32) for z in (q, k, v)]
-        for i in range(len(q_edges) - 1):
-            of_q, of_k = slice(*q_edges[i : i + 2].tolist()), slice(*k_edges[i : i + 2].tolist())
-            weights = (
-                torch.einsum("qhd,khd->hqk", q[of_q].float(), k[of_k].float())
-                .mul(WIDTH**-0.5)
-                .softmax(-1)
-            )
-            grad_weights = torch.einsum("qhd,khd->hqk", grad[of_q].float(), v[of_k].float())
-            grad_scores = (
-                weights
-                * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
-                * WIDTH**-0.5
-            )
-            grads[0][of_q] = torch.einsum("hqk,khd->qhd", grad_scores, k[of_k].float())
-            grads[1][of_k] = torch.einsum("hqk,qhd->khd", grad_scores, q[of_q].float())
-            grads[2][of_k] = torch.einsum("hqk,qhd->khd", weights, grad[of_q].float())
-
-        return [z.to(q.dtype) for z in grads]
-
-
-@pytest.fixture
-def on_cpu() -> OnCpu:
-    operators = OnCpu()
-    yield operators
-    operators.library._destroy()
-
-
-@pytest.mark.parametrize("piece", [2, 3, 1024])
-@pytest.mark.parametrize("kind", ["flash", "efficient"])
-def test_torchs_own_kernels_take_unequal_samples_in_one_call(
-    flash: StandIn, on_cpu: OnCpu, kind: str, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward, however the queries are cut into pieces."""
-    monkeypatch.setattr(packing, "PIECE", piece)
-    kernel = getattr(module, kind)
-    monkeypatch.setattr(
-        module, "_varlen_kernel", lambda backend, q: kernel if backend.name == "sdpa" else None
-    )
-    unequal = [case for case in PACKED if len(set(zip(*case, strict=True))) > 1 and sum(case[0])]
-    for case in [*unequal, ([9, 0, 4, 5], [2, 3, 2, 1]), ([6, 6], [1, 2]), ([7, 0], [2, 3])]:
-        on_cpu.calls.clear()
-        assert_equal_to_definition(case, "sdpa", torch.bfloat16, 6e-2)
-        pieces = packing.Packing(*case).pieces(HEADS, 1)
-        assert on_cpu.calls == (
-            {} if pieces.are_equal else {f"{kind} forward": 1, f"{kind} backward": 1}
-        ), case
-
-
 @pytest.mark.parametrize(
     ("dtype", "width", "platform", "expected"),
     [
@@ -533,22 +429,6 @@ def test_gradients_of_repeated_keys_are_rounded_once() -> None:
         [grad[:900].float().unflatten(0, (300, 3)).sum(0), grad[900:].float(), torch.zeros(4, 2, 8)]
     )
     assert torch.equal(z.grad, wanted.bfloat16())
-
-
-PUBLIC = [(16, 256), (64, 1024), (15, 1590), (30, 3600)]  # frames, patches of a frame
-
-
-@pytest.mark.parametrize(("frames", "patches"), PUBLIC)
-def test_public_shapes_fill_an_h100(frames: int, patches: int) -> None:
-    """One caption of 300 tokens, 16 heads, 132 multiprocessors: blocks of the backward kernel."""
-    for ranks in (1, 8):
-        for rows, length in ((frames, patches), (patches, frames)):
-            for held in {
-                rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)
-            }:
-                pieces = packing.Packing([held * length], [300]).pieces(16, 132)
-                assert len(pieces.queries) * 16 * 3 >= 132
-                assert max(pieces.queries) <= 1024 and pieces.are_equal
 
 
 def test_pieces_hold_all_tokens_and_few_of_them_are_small() -> None:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opensora_sp.models import attention, build_model, hook_points, layers
 from opensora_sp.models.kernels import fused, triton, verification
 from opensora_sp.models.kernels.examples import (
-    MODULATION,
     Example,
     Sizes,
     examples_of,
@@ -180,15 +179,6 @@ def test_examples_have_all_forms_of_the_models_calls(of_models: dict[str, set[Ca
         assert of_models[name] and not missing, "\n".join(missing)
 
 
-def test_tables_in_float32_are_among_the_models_calls(of_models: dict[str, set[Call]]) -> None:
-    """Or the test above would compare calls that no run makes."""
-    forms = {form for call in of_models["modulation"] for form in call.forms}
-    for entry in ("shift", "scale", "gate"):
-        for of in ("", ", of rows", ", of tokens"):
-            assert (entry, f"float32, cut out{of}") in forms
-    assert {("x", "bfloat16, across"), ("of 0", "bfloat16, across")} <= forms
-
-
 class Fakes(TorchDispatchMode):
     """Beside each call of a kernel's operator, that of its fake: the results must be alike."""
 
@@ -242,39 +232,3 @@ def test_results_are_like_those_of_the_fakes_by_which_compilers_and_plans_go() -
     called = run_interpreted(operators_like_their_fakes)
     forward = {"norm_modulate", "add_gated", "qk_norm", "gelu", "short_rows"}
     assert called == forward | {f"{name}_backward" for name in forward}
-
-
-def as_if_dense(tables: Tensor) -> Tensor:
-    return tables.as_strided(tables.shape, (tables.shape[1], 1))
-
-
-def differing(fault: str) -> list[str]:
-    """The results in bf16 that are wrong where modulation takes one form for another."""
-    from opensora_sp.models.kernels.triton import modulation
-
-    tables, with_steps = modulation._tables, modulation._with_steps
-    if fault == "strides of tables":
-        modulation._tables = lambda *entries: list(map(as_if_dense, tables(*entries)))
-    elif fault == "tables in float32":
-        # All but those of the final layer, which are narrow.
-        modulation._tables = lambda *entries: [
-            table.bfloat16().view(torch.int16) if table.dtype == torch.float32 else table
-            for table in tables(*entries)
-        ]
-    else:
-        # Tokens and gradients of the other layout, read as if they lay in this one.
-        modulation._with_steps = lambda x: (with_steps(x)[0], x.shape[1], 1)
-
-    small = [one for one in examples_of("modulation", SIZES) if one.arguments["x"].numel() < 10_000]
-    with mock.patch.object(verification, "examples_of", lambda *args: small):
-        found = verification._verify("modulation", SIZES, torch.bfloat16, verification.CPU)
-    return [one.result for one in found if not one.ok]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["strides of tables", "tables in float32", "layout"])
-def test_faults_in_these_forms_are_found(fault: str) -> None:
-    found = run_interpreted(differing, fault)
-    assert any(result.startswith("output") for result in found)
-    assert any(result.startswith("gradient") for result in found)
-    assert {result.split()[-1] for result in found} == set(MODULATION)

@@ -116,18 +116,6 @@ def test_offsets_over_2_31():
     assert max(run_interpreted(of_far_rows)) < TOLERANCES[torch.bfloat16]
 
 
-def longer_rows():
-    from opensora_sp.models.kernels.triton.short_rows import attend_short_rows
-
-    q = torch.zeros(1, 33, 1, 8)
-    with pytest.raises(AssertionError):
-        attend_short_rows(q, q, q)
-
-
-def test_longer_rows_are_refused():
-    run_interpreted(longer_rows)
-
-
 class Counted:
     """A kernel that counts its launches."""
 

@@ -90,7 +90,7 @@ def _forward(
     q, k = _fake_forward(qkv, q_weight, k_weight, rotation, eps)
     call = _arguments(qkv, rotation)
     if q.numel():
-        grid = (_num_tiles(call),)
+        grid = (triton.cdiv(call["num_vectors"], call["VECTORS"]),)
         _forward_kernel[grid](qkv.contiguous(), q_weight, k_weight, q, k, eps, **call)
     return q, k
 
@@ -180,10 +180,6 @@ def _arguments(qkv: Tensor, rotation: Tensor | None) -> dict[str, Any]:
         VECTORS=max(1, TILE_BYTES // (block * qkv.element_size())),
         WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32,
     )
-
-
-def _num_tiles(call: dict[str, Any]) -> int:
-    return triton.cdiv(call["num_vectors"], call["VECTORS"])
 
 
 SIZES = ["row_step", "position_step", "sine_step", "length", "num_vectors"]

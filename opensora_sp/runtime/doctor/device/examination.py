@@ -17,7 +17,6 @@ from .one_device import (
     MODEL_CHECKS,
     check_attention,
     check_ceilings,
-    check_compiled,
 )
 from .ranks import check_ranks
 
@@ -28,7 +27,6 @@ CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {
     **MODEL_CHECKS,
     **KERNEL_CHECKS,
     "ranks": check_ranks,
-    "compiled blocks": check_compiled,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.models import build_model, compile_blocks
+from opensora_sp.models import build_model
 from opensora_sp.models.attention_table import KERNELS, NEEDS, Backend, Platform
 from opensora_sp.models.attention_table import obstacle as attention_obstacle
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
@@ -204,23 +204,6 @@ def step_errors(result: Step, exact: Step) -> dict[str, float]:
     for names in ([OUTPUT], [name for name in exact if name != OUTPUT]):
         errors |= relative_errors(result, {name: exact[name] for name in names})
     return errors
-
-
-def check_compiled(setup: Setup) -> Iterator[Finding]:
-    """Blocks compiled by ``torch.compile`` against the same blocks in eager mode."""
-    dtype = torch.float32 if setup.small else torch.bfloat16
-    model, inputs = copy_to(setup.device, dtype, *small_model(REFERENCE, setup))
-    expected = step(model, inputs)
-
-    # Inductor would take a minute to compile code that only a GPU runs.
-    compile_blocks(model, backend="aot_eager" if setup.small else "inductor")
-    errors = step_errors(step(model, inputs), expected)
-
-    # Compiled code rounds less often: fused operators keep fp32 between them.
-    bound = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
-    yield Finding("compiled blocks: output", errors.pop(OUTPUT), bound)
-    worst, parameter = largest_of(errors)
-    yield Finding("compiled blocks: gradients", worst, bound, note=f"worst: {parameter}")
 
 
 MODEL_CHECKS = {name: partial(check_model, name) for name in VARIANTS}
