@@ -47,7 +47,7 @@ from opensora_sp.models.kernels.verification import (
 )
 from opensora_sp.parallel.agreement import gathered
 from opensora_sp.planner.batches import batches_by_name
-from opensora_sp.runtime.versions import installed, source_digest
+from opensora_sp.runtime.rank_info import installed, source_digest
 
 __all__ = ["choose_attention", "choose_kernels", "warn_of_changes"]
 

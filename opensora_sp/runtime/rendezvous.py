@@ -32,13 +32,14 @@ from .rank_info import (
     RANKS_OF_HOST,
     UNSET,
     RankInfo,
+    device_kind,
     find_conflict,
     find_differences,
     format_ranks,
+    versions,
 )
 from .run_store import BoundedStore, Place, RunStore
 from .timeouts import backend_timeout
-from .versions import device_kind, versions
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks

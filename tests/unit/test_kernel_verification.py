@@ -26,7 +26,7 @@ from opensora_sp.models.kernels.verification import (
     verify_kernel,
 )
 from opensora_sp.runtime.doctor.device import kernels as doctor_kernels
-from opensora_sp.runtime.versions import source_digest
+from opensora_sp.runtime.rank_info import source_digest
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))

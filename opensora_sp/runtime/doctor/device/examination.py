@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opensora_sp.runtime.versions import versions
+from opensora_sp.runtime.rank_info import versions
 
 from .attention import check_attention
 from .kernels import KERNEL_CHECKS
