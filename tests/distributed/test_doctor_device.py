@@ -97,11 +97,10 @@ def rank_findings(sabotage: bool) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_zero_strategies_and_links_on_two_ranks() -> None:
-    for zero, strategies, links in run_ranks(2, rank_findings, False):
+def test_zero_and_strategies_on_two_ranks() -> None:
+    for zero, strategies in run_ranks(2, rank_findings, False):
         assert zero == {"ZeRO 1, 2 ranks": "ok", "ZeRO 2, 2 ranks": "ok"}
         assert strategies == {f"strategy {name}, 2 ranks": "ok" for name in rank_checks.STRATEGIES}
-        assert links == {"all-to-all, gloo": "ok"}
 
 
 @pytest.mark.slow

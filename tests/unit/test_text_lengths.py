@@ -1,38 +1,27 @@
-"""Text lengths are host integers from the loader on: no step reads them back from the device.
+"""Text lengths are host integers: no sampling step reads them back from the device.
 
-The same holds for dropped captions. The device of these tests is "meta", whose numbers nobody can
-read; ``test_host_syncs.py`` and ``test_cuda_path.py`` record the host syncs of whole steps.
+The device of these tests is "meta", whose numbers nobody can read; ``test_host_syncs.py`` records
+the host syncs of training steps.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from runs import batch_of
 
-from opensora_sp.config import ModelSpec, load_inference_config
-from opensora_sp.data import Clip, ClipShape, Entry, MicroBatchPlan, Sample
-from opensora_sp.diffusion import rank_loss
+from opensora_sp.config import load_inference_config
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
-from opensora_sp.features.batch import BatchMaker
-from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import used_tokens
-from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
-from opensora_sp.training.step_log import Meter
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 WORDS = 6  # tokens of a caption at most
-CAPTIONS = ["red on blue", "", "a b c d e f g", "white"]  # of 5, 0, more than 6 and 1 tokens
-SHAPE = ClipShape(4, 16, 16)
 MODEL = dict(
     type="STDiT3",
     in_channels=3,
@@ -46,23 +35,6 @@ MODEL = dict(
 )
 
 
-class Clips:
-    """Four clips of noise."""
-
-    rows = [Entry(Path(f"{i}.mp4"), caption) for i, caption in enumerate(CAPTIONS)]
-    extra = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, sample: Sample) -> Clip:
-        return Clip(
-            torch.zeros(3, *sample.shape, dtype=torch.uint8),
-            CAPTIONS[sample.clip],
-            8.0 + sample.clip,
-        )
-
-
 def model_on(device: torch.device) -> Any:
     options = dict(MODEL)
     torch.manual_seed(0)
@@ -74,51 +46,6 @@ def encoders_on(device: torch.device) -> Encoders:
     return Encoders(
         PatchPoolVAE((1, 4, 4)).to(device), HashedBagOfWords(8, WORDS).to(device), device
     )
-
-
-def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], float]:
-    """Lengths that the model packs, and the work that the meter counts, of one micro-batch."""
-    plan = MicroBatchPlan(
-        num_samples=4, batch_size=4, micro_batches_per_step=1, seed=0, shape=SHAPE
-    )
-    micro_batch = plan.step(0)[0]._replace(ids=(0, 1, 2, 3))
-    model, source, clips = model_on(device), encoders_on(device), Clips()
-    mesh = SequenceMesh()
-    shared = ShardedEncoder(
-        mesh, model, clips, plan, source, CorruptSamples(clips.rows, mesh, 1.0), device
-    )
-    used, features = shared.encode(
-        micro_batch, [clips[sample] for sample in shared.samples(micro_batch)]
-    )
-    assert used == micro_batch and features.text_lengths == [5, 0, 6, 1]
-
-    cfg = SimpleNamespace(
-        seed=3,
-        scheduler={"type": "rflow"},
-        mask_ratios={"random": 0.7},
-        mask_types=None,
-        model_spec=ModelSpec.parse(MODEL),
-    )
-    config = SimpleNamespace(
-        patch_size=(1, 2, 2), in_channels=3, class_dropout_prob=drop_rate, drop_path=0.0
-    )
-    batch = batch_of(cfg, config, features, 5, used.ids)
-    meter = Meter(model, CPU, mesh=SequenceMesh(), peak_tflops=1.0)
-    meter.count(batch)
-
-    packed: list[list[int]] = []
-    embedder, pack = model.y_embedder, model.y_embedder.pack
-    embedder.pack = lambda *args: packed.append((made := pack(*args))[1]) or made
-    losses = BatchMaker(cfg, device).flow.losses(model(batch.x_t, **batch.inputs), batch.noised)
-    rank_loss(losses, global_samples=4, world_size=1).backward()
-    return packed[0], meter._work
-
-
-def test_a_training_step_reads_no_text_length_back() -> None:
-    for drop_rate, dropped in ((0.0, False), (0.5, True)):
-        lengths, work = training_step(META, drop_rate)
-        assert (lengths, work) == training_step(CPU, drop_rate)
-        assert (lengths != [5, 1, 6, 1]) == dropped
 
 
 def sampling_config(folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of several ranks: ZeRO, the parallel strategies and the links, one process per GPU."""
+"""Checks of several ranks: ZeRO and the parallel strategies, one process per GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from opensora_sp.common.importing import PackageError, check_colossalai
 from opensora_sp.models.registry import REFERENCE
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group, unwrap
 from opensora_sp.parallel.debug.parity import verify_step
-from opensora_sp.runtime.doctor.probe import measure
 from opensora_sp.runtime.host_checks import use_device
 
 from .findings import Finding, Setup, findings_of, largest_of, relative_errors
@@ -34,8 +33,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 # Relative error of an update in fp32.
 ZERO_BOUND = 1e-3
-# GB/s from each rank: PCIe 3 reaches 6 to 12, NVLink hundreds.
-MIN_BANDWIDTH = 1.0
 
 
 def check_strategies(setup: Setup) -> Iterator[Finding]:
@@ -118,23 +115,9 @@ def _zero_step(model: Any, inputs: dict[str, Any], stage: int) -> Any:
     return boosted.unwrap()
 
 
-def check_links(setup: Setup) -> Iterator[Finding]:
-    """Bandwidth of an all-to-all from each rank. Collective."""
-    if dist.get_world_size() == 1:
-        yield Finding.skip("all-to-all between GPUs", "one GPU")
-        return
-
-    measured = measure(setup.device)
-    backend = measured["backend"]
-    note = f"round trip {measured['round_trip'] * 1e3:.2f} ms"
-    bound = MIN_BANDWIDTH if setup.device.type == "cuda" else 0.0
-    yield Finding(f"all-to-all, {backend}", measured["rate"] / 1e9, bound, "GB/s", True, note)
-
-
 RANK_CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {
     "ZeRO": check_zero,
     "strategies": check_strategies,
-    "links": check_links,
 }
 
 
