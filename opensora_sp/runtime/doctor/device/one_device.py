@@ -111,8 +111,8 @@ def check_kernel(name: str, setup: Setup) -> Iterator[Finding]:
     compared = verify_kernel(name, sizes, torch.bfloat16, setup.device)
     for dtype in ("float32", "bfloat16"):
         in_float32 = dtype == "float32"
-        of_dtype = [d for d in compared if d.result.endswith(" in float32") == in_float32]
-        yield _worst(f"kernel {name}, {dtype}", of_dtype)
+        dtype_differences = [d for d in compared if d.result.endswith(" in float32") == in_float32]
+        yield _worst(f"kernel {name}, {dtype}", dtype_differences)
 
 
 def _worst(label: str, compared: Sequence[Difference]) -> Finding:
