@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.training import trainer, validation
-from opensora_sp.training.metrics import read_lines, read_metrics
+from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.trainer import Trainer
 from opensora_sp.training.validation import Validator
@@ -162,45 +161,6 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
         )
         for other in others:
             assert all(torch.equal(tensor, other[key]) for key, tensor in wanted.items())
-
-
-def train_on_full_disk(folder: Path, checked: list[str]) -> tuple[list[str], list[str]]:
-    """Nothing of the videos that rank 1 writes at step 2 fits on the disk.
-
-    Returns the warnings of this rank, and the videos that it has written.
-    """
-    lines = captured_lines()
-    if dist.get_rank() == 1:
-        videos = folder / "full" / "validation" / "step_00000002"
-        videos.mkdir(parents=True)
-        (videos / f".001-white.{os.getpid()}.mp4").symlink_to("/dev/full")
-    dist.barrier()
-
-    train_all(folder, {"full": checked})
-    written = [line.partition("validation/")[2] for line in lines if " wrote " in line]
-    return [line for line in lines if "incomplete" in line], written
-
-
-@pytest.mark.slow
-def test_videos_that_cannot_be_written_are_reported_once(
-    trained: tuple[Path, list[float]],
-) -> None:
-    folder, _ = trained
-    # Each rank writes a video of the batch.
-    options = [*CHECKED, f"manifest={folder / 'held' / 'clips.csv'}", "batch_size=2"]
-    checked = [f"validation.{option}" for option in options]
-    of_ranks = run_ranks(2, train_on_full_disk, folder, checked)
-
-    ((warning,), first), (none, second) = of_ranks
-    assert warning.startswith("validation/ is incomplete from here on (") and not none
-    assert "No space left on device" in warning and warning.endswith("; the run continues")
-    assert first == [f"step_0000000{step}/000-a-red-circle.mp4" for step in (2, 4)]
-    assert second == ["step_00000004/001-white.mp4"]
-    left = (folder / "full" / "validation" / "step_00000002").iterdir()
-    assert {path.stem for path in left} == {"000-a-red-circle"}
-
-    for step, line in zip((2, 4), read_lines(folder / "full" / "validation.jsonl"), strict=True):
-        assert line["step"] == step and len(line["loss_by_bin"]) == 3
 
 
 def test_heldout_losses_by_bin(trained: tuple[Path, list[float]]) -> None:

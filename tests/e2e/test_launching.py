@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 from collections import namedtuple
@@ -87,16 +86,13 @@ ADDRESSES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"], "et
 @pytest.mark.parametrize(
     ("variable", "value", "refused"),
     [
-        ("GLOO_SOCKET_IFNAME", "eth0", None),
         ("GLOO_SOCKET_IFNAME", "eth0,ib0", None),
         ("GLOO_SOCKET_IFNAME", "eth", "eth"),
         ("GLOO_SOCKET_IFNAME", "eth1", "eth1"),  # it is there, without an address
         ("NCCL_SOCKET_IFNAME", "eth,en", None),
-        ("NCCL_SOCKET_IFNAME", "=ib0", None),
         ("NCCL_SOCKET_IFNAME", "=ib", "=ib"),
         ("NCCL_SOCKET_IFNAME", "^lo,eth", None),
         ("NCCL_SOCKET_IFNAME", "^lo,eth,ib", "^lo,eth,ib"),
-        ("NCCL_SOCKET_IFNAME", "bond0", "bond0"),
     ],
 )
 def test_interfaces_that_variables_name_must_exist(
@@ -164,16 +160,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ("capability", "built", "runs"),
     [
         ((8, 6), ["sm_80"], True),
-        ((8, 9), ["sm_75", "sm_80"], True),
         ((9, 0), ["sm_80"], False),
         ((9, 0), ["sm_90a"], True),
-        ((10, 0), ["sm_90a", "compute_90a"], False),
         ((10, 0), ["sm_90", "compute_90"], True),
-        ((12, 0), ["sm_80", "sm_90", "sm_100"], False),
-        ((12, 1), ["sm_120"], True),
         ((10, 3), ["sm_100f"], True),
         ((12, 0), ["compute_100f"], False),
-        ((7, 0), ["sm_75", "sm_80", "compute_80"], False),
         ((8, 0), ["sm_86"], False),
         ((9, 0), [], True),
     ],
@@ -382,56 +373,6 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
     monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="got OPENSORA_SP_JOIN_TIMEOUT='soon'"):
         join_rendezvous()
-
-
-def test_every_sentence_is_explained() -> None:
-    """docs/multinode.md quotes the beginning of each message of a launch, and of launchers."""
-    table = (ROOT / "docs/multinode.md").read_text().partition("## What failures look like")[2]
-    sources = [
-        (ROOT / f"opensora_sp/runtime/{name}.py").read_text()
-        for name in ("environment", "host_checks", "rank_info", "rendezvous")
-    ]
-
-    for word in (
-        "environment, but no",
-        "WORLD_SIZE",
-        "twice",
-        "within",
-        "cannot start",
-        "different",
-        "to listen on",
-        "no connection",
-        "MASTER_ADDR",
-        "where no interface",
-        "the host name",
-        "no GPU that torch can use",
-        "where torch sees",
-        "for which torch",
-        "/dev/shm",
-    ):
-        assert word in table and any(word in source for source in sources), word
-
-    for spelled in re.findall(r"OPENSORA_SP_\w+", (ROOT / "docs/multinode.md").read_text()):
-        assert spelled == rendezvous.JOIN_TIMEOUT
-
-
-def test_torchrun_reports_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        command = [
-            BIN / "torchrun",
-            "--nproc_per_node",
-            "1",
-            "--master_port",
-            str(taken.getsockname()[1]),
-            "none.py",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-    said = "The server socket has failed to listen on any local network address"
-    assert done.returncode == 1 and said in done.stderr and "EADDRINUSE" in done.stderr
-    assert said in (ROOT / "docs/multinode.md").read_text()
 
 
 def test_the_slurm_script(tmp_path: Path) -> None:
