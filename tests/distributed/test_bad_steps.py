@@ -1,7 +1,6 @@
-"""What a training continues after: steps without finite numbers, full disks, requests to stop.
+"""What a training continues after: steps without finite numbers, and requests to stop.
 
-Also ranks that no longer hold the same numbers. tests/campaigns/test_kill.py has ranks that are
-killed.
+The campaigns have full disks, and ranks that are killed or differ.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from polling import wait_until
 from ranks import run_ranks
 from runs import write_training
 
-from opensora_sp.checkpoint import FileSystem, committed_checkpoints, verify
+from opensora_sp.checkpoint import committed_checkpoints
 from opensora_sp.config import load_train_config
 from opensora_sp.runtime.watchdog import Watchdog
-from opensora_sp.training.metrics import read_metrics
 
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 SMALL = [
@@ -85,28 +83,6 @@ def bad_to_the_end_read_late(config: Path, root: Path) -> str:
     return f"{outcome}; began step {max(begun, default=0)}"
 
 
-class Full(FileSystem):
-    """Has no room for optimizer.safetensors of the second checkpoint."""
-
-    def perform(self, kind: str, path: Path, action: Any) -> Any:
-        if kind == "write" and path.name == "optimizer.safetensors" and "00000002" in str(path):
-            raise OSError(28, "No space left on device", str(path))
-        return action()
-
-
-def full_disk(config: Path, root: Path, in_background: bool) -> str:
-    from opensora_sp.training import checkpointing as checkpoint
-
-    plain = checkpoint.CheckpointFolder
-    checkpoint.CheckpointFolder = lambda *args, **how: plain(*args, **{**how, "filesystem": Full()})
-    try:
-        return train_once(
-            config, root / f"async {in_background}", "max_steps=4", f"async_save={in_background}"
-        )
-    finally:
-        checkpoint.CheckpointFolder = plain
-
-
 def stopped(config: Path, root: Path, *options: str) -> str:
     """Rank 1 gets SIGTERM in its second step."""
     from opensora_sp.training.step import TrainingStep
@@ -141,16 +117,8 @@ def stopped_in_the_last_step(config: Path, root: Path) -> str:
     return stopped(config, root, "max_steps=2", "keep_last=1", "batch_order=mixed")
 
 
-def reporting(config: Path, root: Path, steps: int, resume: str | None) -> str:
-    return train_once(config, root / "reporting", f"max_steps={steps}", resume=resume)
-
-
 CASES: dict[str, tuple] = {
-    "without metrics": (reporting, 2, None),
-    "with metrics again": (reporting, 3, "auto"),
     "ended late": (bad_to_the_end_read_late,),
-    "full": (full_disk, False),
-    "full in the background": (full_disk, True),
     "stopped": (stopped,),
     "stopped late": (stopped_late,),
     "stopped in the last step": (stopped_in_the_last_step,),
@@ -199,22 +167,6 @@ def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(
     assert (state["step"], state["skipped_steps"], state["next_micro_batch"]) == (3, 1, 6)
 
 
-@pytest.mark.parametrize(
-    ("case", "folder"), [("full", "async False"), ("full in the background", "async True")]
-)
-def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_reported_on_all_ranks(
-    outcomes: Outcomes, case: str, folder: str
-) -> None:
-    for error in outcomes.of(case):
-        assert error.startswith("ValueError: got 'No space left on device' while writing")
-        assert "expected free space" in error and "free some space" in error
-
-    run_dir = outcomes.root / folder
-    assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000001"]
-    verify(run_dir / "step_00000001")
-    assert not list(run_dir.glob(".partial-*"))
-
-
 def test_a_run_that_is_asked_to_stop_in_its_last_step_has_finished(outcomes: Outcomes) -> None:
     """It is skipped. So the checkpoint before it, which may be the last good one, is kept."""
     assert outcomes.of("stopped in the last step") == ["finished", "finished"]
@@ -233,25 +185,6 @@ def test_a_request_to_stop_ends_the_run_after_the_step(outcomes: Outcomes) -> No
     assert committed_checkpoints(run_dir)[-1].name == "step_00000002"
     stopped = "stopped after step 2 of 9 (rank 1: SIGTERM), with a checkpoint; add --resume auto"
     assert stopped in (run_dir / "train.log").read_text()
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_without_its_metrics_and_the_next_start_has_them(outcomes: Outcomes) -> None:
-    run_dir = outcomes.root / "reporting"
-    run_dir.mkdir()
-    for name in ("metrics.jsonl", "sessions.jsonl", "train.log", "summary.json", "sample.py"):
-        (run_dir / name).symlink_to("/dev/full")
-    # A file in the place of the folder.
-    (run_dir / "tensorboard").touch()
-    assert outcomes.of("without metrics") == ["finished"] * 2
-
-    for path in run_dir.iterdir():
-        if path.is_symlink() or path.name == "tensorboard":
-            path.unlink()
-    assert outcomes.of("with metrics again") == ["finished"] * 2
-    assert [path.name[-1] for path in committed_checkpoints(run_dir)] == ["1", "2", "3"]
-    assert [line["step"] for line in read_metrics(run_dir)] == [3]
-    assert "incomplete" not in (run_dir / "train.log").read_text()
 
 
 def state_of(run_dir: Path, step: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
 from runs import batch_of, features_of, losses
 from safetensors.torch import load_file
+from torch import nn
 
 from opensora_sp.config import TrainConfig, build_component, load_train_config
 from opensora_sp.config.components import SCHEDULERS
@@ -39,7 +40,7 @@ from opensora_sp.parallel.cost_model import CPU
 from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.runtime.cost_model_file import write_cost_model
 
-STEPS, PER_STEP = 3, 4
+STEPS, PER_STEP, MAX_NORM = 3, 4, 0.05
 # Links cost nothing and launches little, so that "auto" shares micro-batches among CPUs as well.
 FREE_LINKS = replace(
     CPU, bandwidth=1e12, latency=0.0, network_bandwidth=1e12, network_latency=0.0, launch=1e-6
@@ -55,12 +56,13 @@ MIXED = [
 
 # As many micro-batches of a step on two ranks, of nearly one cost.
 ACCUMULATED = ["batch_order=by_cost", "micro_batches_per_step=None", "accumulation_steps=2"]
+ACCUMULATED += ["loss_weight=micro_batch", f"grad_clip={MAX_NORM}"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on three and two ranks, at ZeRO 2 and 1, and with both weights of losses; and one that
-    accumulates a fixed number of micro-batches.
+    accumulates a fixed number of micro-batches and clips.
     """
     folder = tmp_path_factory.mktemp("exact")
     manifest = write_mixed_set(folder, broken=())
@@ -71,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_cost_model(folder / "links.json", FREE_LINKS, facts)
 
     auto = [*MIXED, "sp_size=auto", f"cost_model={folder / 'links.json'}"]
-    accumulated = [*MIXED, *ACCUMULATED, "loss_weight=micro_batch"]
+    accumulated = [*MIXED, *ACCUMULATED]
     runs: list[tuple[int, list[str], str | None]] = [
         (3, [*auto, f"outputs={folder / 'three'}"], None),
         (2, [*auto, "zero_stage=1", "loss_weight=micro_batch", f"outputs={folder / 'two'}"], None),
@@ -120,6 +122,8 @@ def one_process(cfg: TrainConfig) -> Iterator[tuple[float, dict[str, Any], dict[
             share.backward()
             total += share.item()
 
+        if cfg.grad_clip:
+            assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) > 2 * MAX_NORM
         optimizer.step()
         optimizer.zero_grad()
         for name, weight in model.named_parameters():
@@ -133,7 +137,7 @@ def one_process(cfg: TrainConfig) -> Iterator[tuple[float, dict[str, Any], dict[
     [
         ("three", []),
         ("two", ["loss_weight=micro_batch"]),
-        ("accumulated", [*ACCUMULATED, "loss_weight=micro_batch"]),
+        ("accumulated", ACCUMULATED),
     ],
 )
 def test_whole_steps_equal_one_process(folder: Path, name: str, own: list[str]) -> None:
@@ -145,11 +149,12 @@ def test_whole_steps_equal_one_process(folder: Path, name: str, own: list[str]) 
     for number, (loss, weights, average) in enumerate(one_process(cfg)):
         # The loss is summed up in float32.
         assert found[number] == pytest.approx(loss, rel=1e-6)
+        bound = 1e-7 if cfg.grad_clip else 1e-9  # the norm is summed up in float32
         saved = folder / name / f"step_{number + 1:08d}"
         for part, wanted in (("model", weights), ("ema", average)):
             theirs = load_file(saved / part / "model.safetensors")
             assert set(theirs) >= set(average)
-            assert max(relative_error(theirs[key], wanted[key]) for key in wanted) < 1e-9
+            assert max(relative_error(theirs[key], wanted[key]) for key in wanted) < bound
     trained = [name for name, one in start.named_parameters() if one.requires_grad]
     assert not any(torch.equal(start.get_parameter(name), weights[name]) for name in trained)
 

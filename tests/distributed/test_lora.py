@@ -217,12 +217,9 @@ def test_a_run_saves_its_adapters_alone_and_resumes_bit_by_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 1])
-def test_a_run_resumes_on_another_number_of_processes(
-    folder: Path, tmp_path: Path, ranks: int
-) -> None:
+def test_a_run_resumes_on_another_number_of_processes(folder: Path, tmp_path: Path) -> None:
     resumed = two_steps_of(folder / "run", tmp_path / "run")
-    train(folder, resumed, f"sp_size={ranks}", "--resume=auto", ranks=ranks)
+    train(folder, resumed, "sp_size=3", "--resume=auto", ranks=3)
     wanted = tensors(folder / "run" / "step_00000004")
     for name, tensor in tensors(resumed / "step_00000004").items():
         scale = float(wanted[name].abs().max()) + 1e-6

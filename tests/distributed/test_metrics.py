@@ -21,7 +21,7 @@ from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, CommTimer, SequenceMesh, parallelize
+from opensora_sp.parallel import CommTimer, SequenceMesh, parallelize
 from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.training.metrics import append_line, draw_loss, log_line, read_lines, read_metrics
 from opensora_sp.training.preflight import preflight
@@ -128,44 +128,8 @@ def test_measures_are_of_all_ranks() -> None:
             assert second["mfu"] == 0.0 and second["eta"] == 14.0
 
 
-OPTIONS = [{}, dict(overlap_chunks=2, overlap_backward=True), dict(strategy="ulysses")]
-
-
-def a_step(options: dict, timer: CommTimer | None) -> tuple[dict, dict]:
-    torch.manual_seed(0)
-    model = build_model("STDiT3", **TINY)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.05)
-    model.set_grad_checkpoint(True)
-    parallelize(model, SequenceMesh(2), **options)
-    inputs = inputs_of(model)
-    # Three clips, which two ranks cannot share whole.
-    inputs = {k: torch.cat([v, v[:1]]) for k, v in inputs.items()}
-
-    with CommLedger() as counter:
-        if timer is None:
-            model(**inputs).square().mean().backward()
-        else:
-            with timer:
-                model(**inputs).square().mean().backward()
-
-    return dict(counter.calls), {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None
-    }
-
-
 def timed_exchanges() -> list[float]:
     timer, rank = CommTimer(torch.device("cpu")), dist.get_rank()
-    for options in OPTIONS:
-        calls, gradients = a_step(options, None)
-        calls_timed, gradients_timed = a_step(options, timer)
-        assert calls == calls_timed and sum(calls.values()) > 4
-        assert len(gradients) > 50 and gradients.keys() == gradients_timed.keys()
-        assert all(torch.equal(gradients[name], gradients_timed[name]) for name in gradients)
-        assert timer.take() > 0.0
-
-    a_step({}, None)
-    assert timer.take() == 0.0  # not entered
     model = build_model("STDiT3", **TINY)
     parallelize(model, SequenceMesh(2))
     dist.barrier()
@@ -175,7 +139,7 @@ def timed_exchanges() -> list[float]:
     return [timer.take(), timer.take()]
 
 
-def test_communication_time_is_waiting_for_others_and_measuring_it_changes_nothing() -> None:
+def test_communication_time_is_waiting_for_others() -> None:
     (patient, nothing), (late, _) = run_ranks(2, timed_exchanges)
     assert nothing == 0.0 and patient > 0.4 and late < patient / 2
 

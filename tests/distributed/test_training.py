@@ -18,7 +18,7 @@ from opensora_sp.checkpoint import Part, committed_checkpoints, verify
 from opensora_sp.config import load_train_config
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.run_lock import RunLock
-from opensora_sp.training.checkpointing import agree_on, choose_checkpoint, find_checkpoint
+from opensora_sp.training.checkpointing import agree_on, find_checkpoint
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.run import _locked
 
@@ -258,47 +258,6 @@ def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(tmp_path: Path)
     assert first == second and f"process {os.getpid()} of " in first
     assert run_ranks(2, hold, tmp_path) == [str(["run.lock"])] * 2
     assert not list(tmp_path.iterdir())
-
-
-def fall_back(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Rank 0 damages the newest checkpoint where only reading all of it shows; then all of them."""
-    newest = run_dir / "step_00000006"
-    rank = torch.distributed.get_rank()
-
-    def damage(folder: Path) -> None:
-        torch.distributed.barrier()
-        if rank == 0:
-            path = folder / "optimizer.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-        torch.distributed.barrier()
-
-    damage(newest)
-    with pytest.raises(
-        ValueError, match="got a damaged checkpoint: .*optimizer.safetensors has"
-    ) as by_path:
-        choose_checkpoint(run_dir, newest, resume=str(newest))
-    chosen = choose_checkpoint(run_dir, newest, resume="auto")
-    damage(run_dir / "step_00000003")
-    messages = [str(by_path.value)]
-    # This start, and the one after it.
-    for _ in range(2):
-        with pytest.raises(ValueError, match="of which none can be resumed") as none_left:
-            choose_checkpoint(run_dir, chosen, resume="auto")
-        messages.append(str(none_left.value))
-    return chosen, messages
-
-
-def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto(
-    whole: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole, run_dir)
-    first, second = run_ranks(2, fall_back, run_dir)
-    assert first == second and first[0] == run_dir / "step_00000003"
-    assert {path.name for path in run_dir.glob("step_*")} == {
-        "step_00000003",
-        "step_00000006.damaged",
-    }
 
 
 def test_integer_states_of_an_optimizer_stay_integers() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from logs import captured_lines
 from random_weights import draw_weights
 from ranks import run_ranks
 from runs import TRAIN, write_toy_set
@@ -24,15 +22,11 @@ from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, scale
 from opensora_sp.data.randomness import normal, uniform
 from opensora_sp.diffusion import Noised
-from opensora_sp.evaluation.heldout import HeldoutLoss, heldout_clips
-from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
-from opensora_sp.parallel import SequenceMesh
 from opensora_sp.training import trainer, validation
-from opensora_sp.training.metrics import read_lines, read_metrics
+from opensora_sp.training.metrics import read_metrics
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.trainer import Trainer
-from opensora_sp.training.validation import Validator
 
 CHECKED = [
     "every=2",
@@ -164,45 +158,6 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
             assert all(torch.equal(tensor, other[key]) for key, tensor in wanted.items())
 
 
-def train_on_full_disk(folder: Path, checked: list[str]) -> tuple[list[str], list[str]]:
-    """Nothing of the videos that rank 1 writes at step 2 fits on the disk.
-
-    Returns the warnings of this rank, and the videos that it has written.
-    """
-    lines = captured_lines()
-    if dist.get_rank() == 1:
-        videos = folder / "full" / "validation" / "step_00000002"
-        videos.mkdir(parents=True)
-        (videos / f".001-white.{os.getpid()}.mp4").symlink_to("/dev/full")
-    dist.barrier()
-
-    train_all(folder, {"full": checked})
-    written = [line.partition("validation/")[2] for line in lines if " wrote " in line]
-    return [line for line in lines if "incomplete" in line], written
-
-
-@pytest.mark.slow
-def test_videos_that_cannot_be_written_are_reported_once(
-    trained: tuple[Path, list[float]],
-) -> None:
-    folder, _ = trained
-    # Each rank writes a video of the batch.
-    options = [*CHECKED, f"manifest={folder / 'held' / 'clips.csv'}", "batch_size=2"]
-    checked = [f"validation.{option}" for option in options]
-    of_ranks = run_ranks(2, train_on_full_disk, folder, checked)
-
-    ((warning,), first), (none, second) = of_ranks
-    assert warning.startswith("validation/ is incomplete from here on (") and not none
-    assert "No space left on device" in warning and warning.endswith("; the run continues")
-    assert first == [f"step_0000000{step}/000-a-red-circle.mp4" for step in (2, 4)]
-    assert second == ["step_00000004/001-white.mp4"]
-    left = (folder / "full" / "validation" / "step_00000002").iterdir()
-    assert {path.stem for path in left} == {"000-a-red-circle"}
-
-    for step, line in zip((2, 4), read_lines(folder / "full" / "validation.jsonl"), strict=True):
-        assert line["step"] == step and len(line["loss_by_bin"]) == 3
-
-
 def test_heldout_losses_by_bin(trained: tuple[Path, list[float]]) -> None:
     folder, expected = trained
     lines = [
@@ -291,35 +246,3 @@ def test_heldout_losses_do_not_depend_on_batch_size_and_ranks(tmp_path: Path) ->
         for rank_losses in run_ranks(world, *arguments, sp_size):
             for losses in rank_losses:
                 torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-6)
-
-
-def read_what_is_too_short(config: Path) -> None:
-    options = ["num_frames=7", "dataset.time_limit=7", "validation.every=1"]
-    cfg = load_train_config(config, [*options, f"validation.manifest={config.parent}/clips.csv"])
-    heldout, mesh, cpu = heldout_clips(cfg), SequenceMesh(1), torch.device("cpu")
-    assert heldout.time_limit == 7
-
-    validator = Validator.__new__(Validator)
-    validator.cfg, validator.validation = cfg, cfg.validation
-    validator.replica, validator.num_replicas = 0, 1
-    encoders = make_encoders(cfg, cpu)
-    validator.loss = HeldoutLoss(None, None, mesh, heldout, encoders, BatchMaker(cfg, cpu))
-
-    log = captured_lines()
-    with pytest.raises(
-        ValueError,
-        match=r"got 3 clips in .* 7 frames of 28x24 \(\S+/2.mp4: .*got 6 frames; expected at least",
-    ):
-        validator._heldout_losses(heldout)
-    # They can be read, and are only too short.
-    skipped = [line for line in log if line.startswith("skipped a clip: ")]
-    assert len(skipped) == 3 and all("got 6 frames" in line for line in skipped)
-    assert not any("cannot be read" in line for line in skipped)
-
-
-def test_held_out_clips_that_cannot_be_used_are_reported_with_the_reason(tmp_path: Path) -> None:
-    """They are as long as their videos; the largest bucket, unrelated to the paths, may be more."""
-    (tmp_path / "train.py").write_text(
-        TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n"
-    )
-    run_ranks(1, read_what_is_too_short, tmp_path / "train.py")

@@ -178,6 +178,7 @@ def test_another_loss_weight_is_logged_and_other_clips_are_refused(
         "batch_size": 2,
         "micro_batches_per_step": 2,
         "num_samples": 6,
+        "config": cfg.model_dump(mode="json"),
     }
     (checkpoint / "state.json").write_text(json.dumps(state))
     check_resume(cfg, checkpoint, make_dataset(cfg))

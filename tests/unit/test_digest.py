@@ -11,8 +11,6 @@ from torch import Tensor
 from opensora_sp.training.sync_check import PIECE, digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
-# The smallest and the largest differences of bits: -0.0 and 0.0 differ in the highest one alone.
-VALUES = (0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"))
 
 
 def some_tensors() -> list[Tensor]:
@@ -56,15 +54,3 @@ def test_every_bit_counts() -> None:
             byte ^= 1 << bit
         assert digest(data).item() == before
         assert len(seen) == 1 + data.nbytes * bits
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_swapped_values_count(dtype: torch.dtype) -> None:
-    pairs = list(itertools.combinations(torch.tensor(VALUES, dtype=dtype), 2))
-    for distance in (1, 2, 3, 1 << 15):
-        one, other = torch.zeros(2, distance + 2, dtype=dtype).unbind()
-        for (a, b), place in itertools.product(pairs, (0, 1)):
-            one[place], one[place + distance] = a, b
-            other[place], other[place + distance] = b, a
-            assert digest(one) != digest(other)
-            one[place], other[place] = 0.0, 0.0

@@ -100,6 +100,7 @@ def checkpoint(config: TrainConfig) -> Path:
         **order_state(config, plan, len(dataset)),
         "manifest_columns": dataset.fingerprint,
         "micro_batches_per_step": 2,
+        "config": config.model_dump(mode="json"),
     }
     folder = Path(config.outputs) / "step_00000002"
     folder.mkdir(parents=True)
