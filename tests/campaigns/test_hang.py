@@ -145,9 +145,8 @@ class Hang:
                 rf"stopped or is cut off \(.*\); it was at {at})"
             )
         return re.compile(
-            rf"{stops}({late}|(rank {self.rank} has sent no heartbeat for \S+ s \(peer_timeout\); "
-            rf"it was |rank \d has waited .* missing: rank {self.rank}, which sends no heartbeats, "
-            rf"has called \d+ and was )at {at})"
+            rf"{stops}({late}|rank {self.rank} has sent no heartbeat for \S+ s \(peer_timeout\); "
+            rf"it was at {at})"
         )
 
     def cut_named_by(self, other: int) -> re.Pattern[str]:
@@ -243,10 +242,10 @@ def cases(random: Random) -> list[Case]:
         drawn.append(Case(name, setup, trials=RANKS))
 
     for place in PLACES:
-        add("stop", place, timeout=random.choice(["peer", "collective"]))
+        add("stop", place, timeout="peer")
         add("sleep", place)
     for place in random.sample(AFTER_THE_WATCHDOG, 6):
-        add("hold the GIL", place, timeout=random.choice(["peer", "collective"]))
+        add("hold the GIL", place, timeout="peer")
     for place in ("saving", "validation"):
         add("skip", place, timeout="collective")
         add("skip", place, timeout="collective", options=("sp_size=1", "async_save=True"))
@@ -336,7 +335,6 @@ def test_others_name_the_rank_and_its_place_and_the_next_starts_resume(
     ground: Ground,
     network: Callable[[], list[Host]],
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
 ) -> None:
     setup = case.arguments
     if isinstance(setup, int):
@@ -347,31 +345,28 @@ def test_others_name_the_rank_and_its_place_and_the_next_starts_resume(
     apart = network() if setup.separate else []
     with ThreadPoolExecutor(1 if setup.separate else RANKS) as pool:
         tasks = [(setup, hang, tmp_path / f"rank {hang.rank}") for hang in setup.hangs]
-        found = pool.map(lambda task: check(ground, apart, *task), tasks)
-    record_property("seconds after the timeout", max(found))
+        list(pool.map(lambda task: check(ground, apart, *task), tasks))
 
 
-def check(ground: Ground, apart: list[Host], setup: Setup, hang: Hang, folder: Path) -> float:
-    """One hang and the next two starts; returns how long after the timeout all named the rank."""
+def check(ground: Ground, apart: list[Host], setup: Setup, hang: Hang, folder: Path) -> None:
+    """One hang and the next two starts."""
     options = ground.options(folder / "run", setup, hang)
     how: dict[str, Any] = {"environment": {"OPENSORA_SP_JOIN_TIMEOUT": str(JOIN_TIMEOUT)}}
     if apart:
         how["enter"] = partial(enter_host, [host.pid for host in apart])
 
-    late = 0.0
     if hang.kind == "lag":
         run_to_its_end(folder / "logs", ground.config, [*options, f"max_steps={STEPS}"], how, hang)
         assert_same(folder / "run", ground.whole(setup), STEPS)
     else:
-        late = seconds_until_named(ground, apart, setup, hang, folder, options, how)
+        await_named(ground, apart, setup, hang, folder, options, how)
 
     for steps in (STEPS, STEPS + 2):
         run_to_its_end(folder / f"to {steps}", ground.config, [*options, f"max_steps={steps}"], how)
         assert_same(folder / "run", ground.whole(setup), steps)
-    return late
 
 
-def seconds_until_named(
+def await_named(
     ground: Ground,
     apart: list[Host],
     setup: Setup,
@@ -379,21 +374,19 @@ def seconds_until_named(
     folder: Path,
     options: list[str],
     how: dict[str, Any],
-) -> float:
-    """Wait until all others have named the rank and ended; returns seconds after the timeout."""
+) -> None:
+    """Wait until all others have named the rank and ended."""
     struck = folder / "struck"
     more = [*options, f"max_steps={STEPS}"]
     ranks = LaunchedRanks(folder / "logs", RANKS, trained, ground.config, more, hang, struck, **how)
     try:
-        began = float(ranks.await_link(struck))
+        ranks.await_link(struck)
         if setup.cut:
             apart[hang.rank].cut_off()
         others = [rank for rank in range(RANKS) if rank != hang.rank]
-        timeout = setup.seconds(hang)
-        named = ranks.await_lines(expected(setup, hang, others), timeout + MARGIN)
+        ranks.await_lines(expected(setup, hang, others), setup.seconds(hang) + MARGIN)
         ranks.await_end(others, EXIT)
         assert all(ranks.processes[rank].exitcode in (1, 2) for rank in others), ranks.texts()
-        return named - began - timeout
     finally:
         ranks.kill()
         if setup.cut:
@@ -462,39 +455,3 @@ def take_step(step: int, group: Any) -> None:
     for _ in range(4):
         all_to_all(given, [4, 4], [4, 4], group, kind="switch", backward=False)
     dist.all_reduce(torch.full((8, 6), float(step)))
-
-
-def test_control_a_watchdog_that_does_not_look_names_nobody(
-    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setup = Setup((Hang("sleep", "the update", 1),), options=("sp_size=3", "precision=fp32"))
-    # Its timeout is never reached.
-    monkeypatch.setattr(Setup, "timeouts", lambda self: [f"collective_timeout={LATER}"])
-    with pytest.raises(AssertionError, match="ranks \\[0, 2\\] have not logged"):
-        check(ground, [], setup, setup.hangs[0], tmp_path)
-
-
-def test_control_another_rank_than_the_one_that_hangs_is_not_accepted() -> None:
-    line = (
-        "rank 0 stops: rank 0 has waited 4 s (collective_timeout) for all_reduce(...): ranks "
-        "[0, 2] joined, missing: rank {}, which has called 15 and is at a/b.py:7 (hangs in {})"
-    )
-    pattern = Hang("sleep", "the update", 1).named_by(0)
-    assert pattern.search(line.format(1, "the update"))
-    assert not pattern.search(line.format(2, "the update"))
-    assert not pattern.search(line.format(1, "saving"))
-
-
-def test_control_a_lag_beyond_the_timeout_alarms() -> None:
-    assert run_ranks(2, lagging_too_long) != [[], []]
-
-
-def lagging_too_long() -> list[str]:
-    from exits import recorded_exits
-
-    lines = captured_lines()
-    with recorded_exits(), Watchdog(join_rendezvous(), collective_timeout=1.0):
-        time.sleep(5.0 * dist.get_rank())
-        dist.all_reduce(torch.ones(1))
-        time.sleep(2.0)
-    return lines
