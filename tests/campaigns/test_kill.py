@@ -224,7 +224,7 @@ SAMPLE = [
     LauncherKill("torchrun", 0.0),
 ]
 LAUNCHED = [LauncherKill("torchrun", seconds) for seconds in (1.0, 2.0, 4.0, 8.0, None)]
-LAUNCHED += [LauncherKill("colossalai", seconds) for seconds in (0.0, 1.0, 8.0, None)]
+LAUNCHED += [LauncherKill("colossalai", seconds) for seconds in (1.0, 4.0, 8.0, None)]
 
 
 def cases(random: Random) -> list[Case]:
