@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 from collections import namedtuple
@@ -175,7 +174,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
             os.environ["RANK"] = "1"
 
     if case == "missing":
-        os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "1"
+        os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "4"
     try:
         with raise_on_all_ranks():
             if case == "cannot start" and rank == 1:
@@ -241,7 +240,7 @@ def test_all_ranks_start_or_all_raise_the_same_error() -> None:
     assert said["breaks"] == [("KeyError", "'depth'"), broken, broken]
     assert said["missing"][0] == said["missing"][1] and said["missing"][2] == (None, None)
     assert said["missing"][0][1].startswith(
-        f"got 2 of 3 ranks within 1 s, from {host}; expected all, but rank 2 did not"
+        f"got 2 of 3 ranks within 4 s, from {host}; expected all, but rank 2 did not"
     )
 
 
@@ -278,52 +277,6 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
     monkeypatch.setenv("OPENSORA_SP_JOIN_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="got OPENSORA_SP_JOIN_TIMEOUT='soon'"):
         join_rendezvous()
-
-
-def test_every_sentence_is_explained() -> None:
-    """docs/multinode.md quotes the beginning of each message of a launch, and of launchers."""
-    table = (ROOT / "docs/multinode.md").read_text().partition("## What failures look like")[2]
-    sources = [
-        (ROOT / f"opensora_sp/runtime/{name}.py").read_text()
-        for name in ("environment", "host_checks", "rank_info", "rendezvous")
-    ]
-
-    for word in (
-        "environment, but no",
-        "WORLD_SIZE",
-        "twice",
-        "within",
-        "cannot start",
-        "different",
-        "no connection",
-        "where no interface",
-        "no GPU that torch can use",
-        "where torch sees",
-        "/dev/shm",
-    ):
-        assert word in table and any(word in source for source in sources), word
-
-    for spelled in re.findall(r"OPENSORA_SP_\w+", (ROOT / "docs/multinode.md").read_text()):
-        assert spelled == rendezvous.JOIN_TIMEOUT
-
-
-def test_torchrun_reports_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        command = [
-            BIN / "torchrun",
-            "--nproc_per_node",
-            "1",
-            "--master_port",
-            str(taken.getsockname()[1]),
-            "none.py",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-    said = "The server socket has failed to listen on any local network address"
-    assert done.returncode == 1 and said in done.stderr and "EADDRINUSE" in done.stderr
-    assert said in (ROOT / "docs/multinode.md").read_text()
 
 
 def test_the_slurm_script(tmp_path: Path) -> None:
