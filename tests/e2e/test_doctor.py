@@ -65,7 +65,7 @@ def test_an_interface_that_is_absent_fails_and_is_reported_as_a_table(
 
     reported = capsys.readouterr().out
     assert left.value.code == 1
-    assert "  FAIL network " in reported and "-> set it to the one that reaches" in reported
+    assert "  FAIL network " in reported and "-> expected one of lo" in reported
     assert "OMP_NUM_THREADS=1" in reported and "secret" not in reported
     assert "1 of " in reported.splitlines()[-1] and " checks failed" in reported.splitlines()[-1]
 
