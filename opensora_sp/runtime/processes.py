@@ -124,7 +124,7 @@ def _adopts_orphans(process: psutil.Process) -> bool:
     """True for a user's systemd and for the first process, unless a container starts torchrun."""
     with suppress(psutil.Error):
         is_torchrun = any("torch" in word for word in process.cmdline())
-        return process.name() == "systemd" or (process.pid == 1 and not is_torchrun)
+        return bool(process.name() == "systemd" or (process.pid == 1 and not is_torchrun))
     return False
 
 
