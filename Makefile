@@ -2,7 +2,7 @@
 # make test   the tests of the fast tier, in five minutes on two cores
 # make test-all   those, then all other tests but the grids
 # make test-docs   all commands of the documentation; make test-shutdown   every way to end a run
-# make campaigns   thousands of planted faults, in hours; it resumes where it was interrupted; build/campaigns/summary.json
+# make campaigns   thousands of planted faults, in hours; build/campaigns.xml
 # make test-mutations   planted faults, each of which make test has to catch
 # make lint   style, types, spelling, directions of imports, the Dockerfile; make scan   known vulnerabilities of what is installed
 # make lint-workflows   the workflows of GitHub; needs npm
@@ -92,7 +92,7 @@ CAMPAIGN ?=
 
 campaigns: $(VENV)/.installed
 	$(PYTEST) tests/campaigns --numprocesses 2 --dist loadfile --override-ini faulthandler_timeout=7300 \
-		-m campaign -k "$(CAMPAIGN)" --campaign-results build/campaigns
+		-m campaign -k "$(CAMPAIGN)" --junitxml build/campaigns.xml
 
 test-docs: $(VENV)/.installed
 	$(GRID) tests/docs/test_docs.py

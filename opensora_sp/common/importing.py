@@ -101,14 +101,13 @@ def check_colossalai() -> None:
         )
 
 
-def check_diffusers(minimum: tuple[int, int] = (0, 38)) -> None:
-    """Raise PackageError if diffusers is not installed or older than ``minimum``."""
+def check_diffusers() -> None:
+    """Raise PackageError if diffusers is not installed or older than 0.38."""
     version = _version("diffusers")
-    if version is None or tuple(map(int, version.split(".")[:2])) < minimum:
-        wanted = ".".join(map(str, minimum))
+    if version is None or tuple(map(int, version.split(".")[:2])) < (0, 38):
         raise PackageError(
-            f"got diffusers {version or 'not installed'}; expected {wanted} or newer; "
-            f"pip install 'diffusers>={wanted}'"
+            f"got diffusers {version or 'not installed'}; expected 0.38 or newer; "
+            "pip install 'diffusers>=0.38'"
         )
 
 

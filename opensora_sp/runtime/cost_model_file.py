@@ -48,10 +48,9 @@ def read_cost_model(path: str | Path) -> CostModel:
         ) from None
 
     if not isinstance(content, dict) or content.keys() != KEYS:
-        keys = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
-            f"got {path} with {keys}; expected the keys {sorted(KEYS)} of a cost model; measure "
-            "it anew with opensora-sp plan --calibrate FILE"
+            f"got {path} without the keys of a cost model; expected {sorted(KEYS)}; measure it "
+            "anew with opensora-sp plan --calibrate FILE"
         )
     return CostModel.from_dict(content["cost_model"])
 

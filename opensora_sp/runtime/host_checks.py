@@ -18,11 +18,11 @@ MB = 1e6
 
 
 def check_machine(launch: Launch) -> None:
-    """Raise ValueError if the ranks of this host cannot start: devices, interfaces, addresses."""
+    """Raise ValueError if the ranks of this host cannot start: devices, interfaces."""
     check_devices(launch)
     check_interfaces()
     if launch.spans_hosts:
-        check_own_address(launch.master)
+        choose_interface(launch.master)
 
 
 def use_device(local_rank: int) -> tuple[torch.device, str]:
@@ -92,36 +92,15 @@ def check_interfaces() -> None:
         )
 
 
-def check_own_address(master: tuple[str, int]) -> None:
-    """Raise ValueError if gloo would advertise a loopback address of this host to the others.
+def choose_interface(master: tuple[str, int]) -> None:
+    """Let gloo listen at the interface by which this host reaches the first one.
 
     Without GLOO_SOCKET_IFNAME gloo listens at the address of the host's own name, which many
-    distributions resolve to 127.0.1.1, and at 127.0.0.1 where the name is unknown. Other hosts then
-    connect to themselves.
+    distributions resolve to 127.0.1.1. Other hosts then connect to themselves.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
-
-    name = socket.gethostname()
-    try:
-        addresses = resolve(name)
-    except OSError:
-        addresses = []
-    if addresses and not is_loopback(addresses[0]):
-        return
-
-    address, interface = _route_to(master)
-    advice = (
-        f"set GLOO_SOCKET_IFNAME={interface} (address {address})"
-        if interface
-        else "set GLOO_SOCKET_IFNAME to its network interface"
-    )
-    meaning = f"resolves to {addresses[0]}" if addresses else "cannot be resolved"
-    raise ValueError(
-        f"got the host name {name!r}, which {meaning} on this host, with ranks on several hosts; "
-        "expected an address that the other hosts reach, since gloo advertises it to them; "
-        f"{advice}, or correct /etc/hosts"
-    )
+    _, interface = _route_to(master)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:

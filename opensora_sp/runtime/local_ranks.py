@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,7 +25,7 @@ from .processes import set_parent_death_signal
 HOST = "127.0.0.1"
 INTERVAL = 0.2  # seconds between two looks at whether to cancel
 STORE_TIMEOUT = 300.0  # seconds that the store waits for a name
-EXIT_TIMEOUT = 5.0  # seconds for ranks to end by themselves after one of them has
+EXIT_TIMEOUT = 5.0  # seconds for each rank to end by itself after one of them has
 FAILED = "failed"
 
 
@@ -100,9 +99,8 @@ class LocalRanks:
 
     def _describe_end(self) -> str:
         """The reason that a rank has sent, or the ranks that have ended."""
-        deadline = time.monotonic() + EXIT_TIMEOUT
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(EXIT_TIMEOUT)
         for pipe in self._pipes:
             with suppress(EOFError, OSError):
                 while pipe.poll():
@@ -110,10 +108,9 @@ class LocalRanks:
                     if kind == FAILED:
                         return str(content[0])
 
-        codes = enumerate(process.exitcode for process in self.processes)
-        ended = ", ".join(f"rank {rank} ({code})" for rank, code in codes if code is not None)
+        codes = [process.exitcode for process in self.processes]
         return (
-            f"got the end of {ended or 'a rank'} (exit status) during its work; expected all "
+            f"got the end of a rank during its work (exit status by rank: {codes}); expected all "
             f"{self.nproc} ranks to live; look at {self.log}, then try again, which starts them"
         )
 

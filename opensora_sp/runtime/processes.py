@@ -50,13 +50,14 @@ def end_with_launchers() -> None:
     # The kernel watches the parent, which may be torchrun.
     set_parent_death_signal(signal.SIGKILL)
 
-    # That does not reach further ancestors.
+    # It had no effect if the parent had exited before, and does not reach further ancestors.
     watched = launchers()
     threading.Thread(target=_end_with, args=(watched,), name="launchers", daemon=True).start()
 
 
 def _end_with(watched: list[psutil.Process]) -> None:
-    while all(map(is_alive, watched)):
+    is_orphan = bool(watched) and _adopts_orphans(watched[0])
+    while not is_orphan and all(map(is_alive, watched)):
         time.sleep(INTERVAL)
 
     waited = 0.0
@@ -116,6 +117,14 @@ def launchers() -> list[psutil.Process]:
 def _has_run_id(process: psutil.Process) -> bool:
     with suppress(psutil.Error, OSError):
         return RUN_ID in process.environ()
+    return False
+
+
+def _adopts_orphans(process: psutil.Process) -> bool:
+    """True for a user's systemd and for the first process, unless a container starts torchrun."""
+    with suppress(psutil.Error):
+        is_torchrun = any("torch" in word for word in process.cmdline())
+        return bool(process.name() == "systemd" or (process.pid == 1 and not is_torchrun))
     return False
 
 

@@ -349,18 +349,11 @@ def _open_store(launch: Launch, timeout: float) -> dist.Store:
         opened: dist.Store = BoundedStore.connect(connect, timeout).store
         return opened
     except (RuntimeError, ValueError) as error:
-        name, reason = socket.gethostname(), first_line(error)
-        if launch.hosts_store:
-            raise ValueError(
-                f"got {_address(launch)} to listen on, which {name} cannot ({reason}); expected a "
-                "free port and an address of this host, where rank 0 runs; pass another "
-                f"--master_port, or end what uses {port}"
-            ) from None
         raise ValueError(
-            f"got no connection from {name} to rank 0 at {_address(launch)} within {timeout:.0f} s "
-            f"({reason}); expected rank 0 to listen there; check that it was started, that "
-            "MASTER_ADDR and MASTER_PORT are the same on all hosts, that no other program uses the "
-            "port, and that no firewall is between them"
+            f"got no connection from {socket.gethostname()} to rank 0 at {_address(launch)} within "
+            f"{timeout:.0f} s ({first_line(error)}); expected rank 0 to listen there; check that "
+            "it was started, that MASTER_ADDR and MASTER_PORT are the same on all hosts, that no "
+            "other program uses the port, and that no firewall is between them"
         ) from None
 
 

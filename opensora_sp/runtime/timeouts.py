@@ -2,7 +2,7 @@
 
 Time is counted in this rank's own heartbeats, so a process that was suspended blames nobody when it
 resumes. A rank that has not joined a collective within ``collective_timeout`` is judged by
-heartbeats that it wrote after the collective was overdue, or by writing none.
+heartbeats that it wrote after the collective was overdue.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from .run_store import Heartbeat
 INTERVAL = 1.0  # seconds from one heartbeat to the next
 COLLECTIVE_TIMEOUT = 1800.0  # seconds, unless a config sets another
 BACKEND_MARGIN = 60.0  # seconds that backends get beyond it, so that the watchdog reports first
-SILENT_HEARTBEATS = 2  # of this rank, in which a peer that has written none counts as stopped
-# Of this rank, in which a peer that waits for another rank may report that one.
+# Heartbeats of this rank, in which a peer that waits for another rank may report that one.
 PATIENT_HEARTBEATS = 4
 
 
@@ -67,14 +66,6 @@ class _Snapshot:
             heartbeat.has_left or heartbeat.number >= self.heartbeats[rank] + 2
             for rank, heartbeat in heartbeats.items()
         )
-
-    def silent(self, heartbeats: dict[int, Heartbeat]) -> dict[int, Heartbeat]:
-        """The peers that have written nothing since."""
-        return {
-            rank: heartbeat
-            for rank, heartbeat in heartbeats.items()
-            if heartbeat.number == self.heartbeats[rank] and not heartbeat.has_left
-        }
 
 
 class CollectiveTimeout:
@@ -132,15 +123,7 @@ class CollectiveTimeout:
             return None
 
         if not snapshot.precedes(heartbeats):
-            # A peer without heartbeats is stopped or cut off. After a call that both have returned
-            # from it may just be busy, and is left to peer_timeout.
-            silent = {
-                rank: newest
-                for rank, newest in snapshot.silent(heartbeats).items()
-                if not returned or newest.returned.get(call.group, 0) < call.number
-            }
-            if silent and heartbeat - snapshot.at >= SILENT_HEARTBEATS:
-                return self._report(call, silent, are_silent=True)
+            # A peer that writes none is stopped or cut off, and left to peer_timeout.
             return None
         if call.peer is not None:
             others = set(heartbeats[call.peer].waits_for) - {self._rank}
@@ -168,8 +151,6 @@ class CollectiveTimeout:
         self,
         call: Collective,
         absent: dict[int, Heartbeat],
-        *,
-        are_silent: bool = False,
         elsewhere: dict[int, Heartbeat] | None = None,
     ) -> str:
         """A message with the ranks that are absent.
@@ -178,15 +159,14 @@ class CollectiveTimeout:
         that are at another line than this one's call.
         """
         joined = sorted(set(call.ranks) - set(absent))
-        sends, is_at = ("sends no heartbeats, ", "was at") if are_silent else ("", "is at")
         others = [
             f", or ranks have called another collective: rank {rank} is at {heartbeat.location}"
             for rank, heartbeat in (elsewhere or {}).items()
             if heartbeat.location != call.location
         ]
         missing = "; ".join(
-            f"rank {rank}, which {sends}has called {heartbeat.called.get(call.group, 0)} and "
-            f"{is_at} {heartbeat.location}"
+            f"rank {rank}, which has called {heartbeat.called.get(call.group, 0)} and is at "
+            f"{heartbeat.location}"
             for rank, heartbeat in absent.items()
         )
         return (

@@ -12,8 +12,8 @@ a rank is stopped or cut off   no heartbeat for                the others report
                                ``peer_timeout``
 rank 0 is, or its host         its store does not answer for   the others report it and exit
                                the shorter of both timeouts
-a rank does not join a         ``collective_timeout``, and     the others report the collective and
-collective                     2 s if it is stopped            the rank, and exit
+a rank does not join a         ``collective_timeout``          the others report the collective and
+collective                                                     the rank, and exit
 a rank does not make the       ``OPENSORA_SP_JOIN_TIMEOUT``    the others report where all ranks
 process group                                                  are, and exit
 SIGTERM, SIGUSR1, Ctrl-C, the  a signal handler; the           ``stop_reason`` is set on all ranks;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -111,14 +111,9 @@ def start(
     steps: int,
     ckpt_every: int,
     source: Path | None = None,
-    left_out: str | None = None,
 ) -> Trace:
-    """Start a run, with a checkpoint of another one if there is a ``source``, up to ``steps``.
-
-    The part ``left_out`` of a checkpoint is not loaded.
-    """
+    """Start a run, with a checkpoint of another one if there is a ``source``, up to ``steps``."""
     from opensora_sp.training import metrics
-    from opensora_sp.training.checkpointing import TrainingState
     from opensora_sp.training.run import train
 
     metrics.draw_loss = lambda run_dir: None
@@ -129,9 +124,8 @@ def start(
             shutil.copytree(source, outputs / source.name)
         dist.barrier()
 
-    load = TrainingState.load if left_out is None else load_without(left_out, TrainingState.load)
     options = [f"outputs={outputs}", f"max_steps={steps}", f"ckpt_every={ckpt_every}"]
-    with mock.patch.object(TrainingState, "load", load), recorded_states(trace.states):
+    with recorded_states(trace.states):
         train(load_train_config(config, [*options, *setup.options]), resume="auto")
     return trace
 
@@ -164,69 +158,36 @@ def digest_of(tensors: Any) -> str:
     return digest.hexdigest()
 
 
-def load_without(part: str, load: Callable) -> Callable:
-    """``TrainingState.load``, which leaves a part as it was built."""
-
-    def load_rest(tensors: Any, folder: Path) -> dict[str, Any]:
-        shards, ema = tensors.shards, tensors.ema
-        built = {name: master.clone() for name, master in shards.master_weights.items()}
-        state = load(tensors, folder)
-        if part == "step":  # schedule, data position and streams
-            return {**state, "step": state["step"] - 1}
-
-        for name, master in shards.master_weights.items():
-            if part == "weights":
-                master.copy_(built[name])
-            elif part == "lower half of the master weights":
-                master.copy_(master.bfloat16())
-            elif part == "moments":
-                shards.set_state(name, {})
-            elif part == "EMA weights":
-                ema.shards[name].copy_(master)
-        return state
-
-    return load_rest
-
-
 def whole_run(config: Path, root: Path, setup: Setup, steps: int) -> Trace:
     return start(config, root / "whole", setup, steps, ckpt_every=2)
 
 
-def cut_runs(
-    config: Path, root: Path, setup: Setup, cuts: list[Cut], steps_after: int, left_out: str | None
-) -> list[Trace]:
+def cut_runs(config: Path, root: Path, setup: Setup, cuts: list[Cut]) -> list[Trace]:
     """Two starts for each cut."""
     starts = []
     for cut in cuts:
         own, source = (config, root / cut.name, setup), root / "whole" / f"step_{cut.first:08d}"
-        starts.append((setup.world, (*own, cut.second, 10, source, left_out)))
-        starts.append((setup.world, (*own, cut.first + steps_after, 10, None, left_out)))
+        starts.append((setup.world, (*own, cut.second, 10, source)))
+        starts.append((setup.world, (*own, cut.first + STEPS_AFTER, 10)))
     return in_worlds(start, starts)
 
 
-def check(
-    config: Path,
-    root: Path,
-    setup: Setup,
-    cuts: list[Cut],
-    steps_after: int = STEPS_AFTER,
-    left_out: str | None = None,
-) -> None:
+def check(config: Path, root: Path, setup: Setup, cuts: list[Cut]) -> None:
     """Train whole and cut, in processes of their own, and compare."""
-    last = max(cut.first for cut in cuts) + steps_after
+    last = max(cut.first for cut in cuts) + STEPS_AFTER
     whole = run_ranks(setup.world, whole_run, config, root, setup, last, timeout=900)
-    arguments = (config, root, setup, cuts, steps_after, left_out)
+    arguments = (config, root, setup, cuts)
     of_ranks = run_ranks(setup.world, cut_runs, *arguments, timeout=3600)
 
     for number, cut in enumerate(cuts):
-        steps = range(cut.first + 1, cut.first + steps_after + 1)
+        steps = range(cut.first + 1, cut.first + STEPS_AFTER + 1)
         for rank, starts in enumerate(of_ranks):
             trace, again = starts[2 * number : 2 * number + 2]
             trace.update(again)
             compare(trace, whole[rank], steps, f"{cut.name}, rank {rank}")
 
         outputs = root / cut.name
-        assert losses(outputs) == losses(root / "whole")[cut.first : cut.first + steps_after]
+        assert losses(outputs) == losses(root / "whole")[cut.first : cut.first + STEPS_AFTER]
         assert state_after(outputs, steps[-1]) == state_after(root / "whole", steps[-1])
 
 
@@ -261,21 +222,3 @@ def test_a_cut_run_is_the_run_that_was_not_cut(case: Case, config: Path, tmp_pat
     check(config, tmp_path, *case.arguments)
     # Hundreds of checkpoints.
     shutil.rmtree(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("precision", "left_out"),
-    [
-        ("fp32", "weights"),
-        ("fp32", "moments"),
-        ("fp32", "EMA weights"),
-        ("fp32", "step"),
-        ("bf16", "lower half of the master weights"),
-    ],
-)
-def test_control_what_is_not_loaded(
-    config: Path, tmp_path: Path, precision: str, left_out: str
-) -> None:
-    setup = Setup(1, 1, precision, "sync")
-    with pytest.raises(AssertionError, match="cut after 2 and 3, rank 0: step 3 differs"):
-        check(config, tmp_path, setup, [Cut(2, 3)], steps_after=2, left_out=left_out)

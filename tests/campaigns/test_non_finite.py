@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -451,69 +450,3 @@ def assert_good_to_the_end(ground: Ground, fault: Fault, run_dir: Path) -> None:
 def digests(checkpoint: Path) -> list[str]:
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     return [files[name]["sha256"] for name in TENSORS]
-
-
-CONTROL = Fault(
-    "gradient", math.nan, 1, PATTERNS["once"], "sp 2", "fp32", ("ckpt_every=1", "zero_stage=2")
-)
-
-
-def learns_from_everything(*args: Any) -> list[Seen]:
-    """A rank whose skipped steps move one number of the EMA weights."""
-    from opensora_sp.training.trainable import ShardedEma
-
-    plain = ShardedEma.update
-
-    def update(self: Any, step: int, taken: torch.Tensor) -> None:
-        plain(self, step, torch.ones_like(taken))
-
-    with mock.patch.object(ShardedEma, "update", update):
-        return starts(*args)
-
-
-def decides_alone(*args: Any) -> list[Seen]:
-    """A rank that counts a step as taken which the others skip."""
-    from opensora_sp.training.step import PendingResult
-
-    plain = PendingResult.__init__
-
-    def init(self: Any, step: int, *, taken: torch.Tensor, **more: Any) -> None:
-        own = torch.ones_like(taken) if dist.get_rank() == 1 else taken
-        plain(self, step, taken=own, **more)
-
-    with mock.patch.object(PendingResult, "__init__", init):
-        return starts(*args)
-
-
-@pytest.mark.parametrize(
-    ("broken", "check", "message"),
-    [
-        (learns_from_everything, assert_skipped_steps_change_nothing, "step 3 changed bytes"),
-        (decides_alone, assert_same_decisions, "rank 1 decides otherwise"),
-    ],
-    ids=["bytes change", "decisions differ"],
-)
-def test_control_a_rank_that_does_otherwise_is_noticed(
-    ground: Ground, tmp_path: Path, broken: Any, check: Any, message: str
-) -> None:
-    of_ranks = run_ranks(
-        2, broken, ground.config, tmp_path / "run", CONTROL, CONTROL.config_options()
-    )
-    with pytest.raises(AssertionError, match=message):
-        check(next(zip(*of_ranks)))
-
-
-def test_control_a_checkpoint_that_is_not_finite_is_noticed(ground: Ground, tmp_path: Path) -> None:
-    from opensora_sp.checkpoint import Saver
-
-    unchecked = partial(run_unchecked, Saver)
-    fault = Fault("EMA weight", math.nan, 0, (STEPS,), "sp 2", "fp32", ("ckpt_every=1",))
-    run_ranks(2, unchecked, ground.config, tmp_path / "run", fault, fault.config_options())
-    with pytest.raises(ValueError, match="got NaN or infinity in"):
-        good_checkpoints(tmp_path / "run")
-
-
-def run_unchecked(saver: Any, config: Path, outputs: Path, fault: Fault, options: list) -> Seen:
-    """Training that saves what is not finite."""
-    with mock.patch.object(saver, "non_finite", lambda self, job: []):
-        return start(config, [f"outputs={outputs}", *options, f"max_steps={STEPS}"], fault)

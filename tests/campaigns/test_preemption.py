@@ -17,7 +17,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from disturbed import (
     UndisturbedRuns,
     assert_same_bits,
@@ -29,7 +28,6 @@ from jobs import Job, started_ranks
 from planted_faults import MOMENTS, ONLY_RANK_0, Fault
 from polling import wait_until
 from restarts import newest_step
-from safetensors.torch import load_file, save_file
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import checkpoint_name, newest_checkpoint, verify
@@ -184,7 +182,6 @@ def test_the_run_is_saved_and_gone(
     whole: UndisturbedRuns,
     tmp_path: Path,
     jobs: list[Job],
-    record_property: Callable[[str, object], None],
 ) -> None:
     one: Preemption = case.arguments
     wanted = whole[with_every_checkpoint(one.sp_size)]
@@ -196,7 +193,7 @@ def test_the_run_is_saved_and_gone(
     if one.resumes:
         shutil.copytree(wanted / checkpoint_name(FIRST), tmp_path / "run" / checkpoint_name(FIRST))
     job, since = preempt(one, start_job)
-    record_property("seconds to the end", assert_gone(job, since))
+    assert_gone(job, since)
     saved = assert_nothing_lost(job, FIRST if one.resumes else 0)
 
     for stop in (saved + 1, saved + 2):
@@ -207,33 +204,3 @@ def test_the_run_is_saved_and_gone(
     # Of a run that began with a checkpoint, earlier steps are in the folder of another.
     logged = [line["step"] for line in read_metrics(tmp_path / "run")]
     assert logged == list(range(logged[0], saved + 3)) and logged[0] in (1, FIRST + 1)
-
-
-def test_control_steps_that_are_lost_are_noticed(
-    config: Path, tmp_path: Path, jobs: list[Job]
-) -> None:
-    """Without a warning; and a run that does not end."""
-    killed = Fault("update", 0, 2, "SIGKILL", "ranks")
-    job = start(jobs, tmp_path, config, faults={0: killed})
-    job.until_gone(120)
-    with pytest.raises(AssertionError, match="lost: 1 steps"):
-        assert_nothing_lost(job, 0)
-
-    job = start(jobs, tmp_path, config, faults={0: Fault("model", 1, 1, "SIGSTOP", "ranks")})
-    wait_until((job.pids / "struck-0").exists, 120, lambda: job.text)
-    with pytest.raises(AssertionError, match="are left behind"):
-        assert_gone(job, time.monotonic(), seconds=2)
-
-
-def test_control_a_bit_that_differs_is_noticed(whole: UndisturbedRuns, tmp_path: Path) -> None:
-    wanted = whole[with_every_checkpoint(2)]
-    shutil.copytree(wanted / checkpoint_name(LAST), tmp_path / checkpoint_name(LAST))
-    assert_same_bits(tmp_path, wanted, LAST)
-
-    path = tmp_path / checkpoint_name(LAST) / "optimizer.safetensors"
-    tensors = load_file(path)
-    name = max(tensors)
-    tensors[name].view(-1)[-1:].view(dtype=torch.int32).bitwise_xor_(1)
-    save_file(tensors, path)
-    with pytest.raises(AssertionError, match=f"1 differ after step {LAST}.*{name}"):
-        assert_same_bits(tmp_path, wanted, LAST)

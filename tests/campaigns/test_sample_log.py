@@ -8,7 +8,7 @@ together, what one process consumes without an interrupt: clips, crops, noise, t
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from ranks import run_ranks
 from recorded_draws import record_draws
 from worlds import in_worlds
@@ -26,7 +25,6 @@ from worlds import in_worlds
 from campaigns.case import Case, with_sample
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Clip, Sample, VideoTextDataset, dataset
-from opensora_sp.data.randomness import generator, normal
 
 pytestmark = pytest.mark.campaign(
     bar="no sample twice, none omitted, the same random numbers", size=126
@@ -198,7 +196,7 @@ def interrupted(step: int, moment: str) -> Iterator[None]:
         yield
 
 
-def consumed(config: Path, outputs: Path, start: Start, planted: str | None = None) -> Log:
+def consumed(config: Path, outputs: Path, start: Start) -> Log:
     """What one start consumes, without the step in which it is interrupted."""
     from opensora_sp.training import metrics
     from opensora_sp.training.run import train
@@ -213,8 +211,6 @@ def consumed(config: Path, outputs: Path, start: Start, planted: str | None = No
 
     with ExitStack() as patches:
         patches.enter_context(recorded_crops(log.crops))
-        if planted is not None:
-            patches.enter_context(FAULTS[planted]())
         if start.interrupt is None:
             train(cfg, resume="auto")
             return log
@@ -225,23 +221,19 @@ def consumed(config: Path, outputs: Path, start: Start, planted: str | None = No
     return log.up_to(start.interrupt[0])
 
 
-def all_consumed(config: Path, root: Path, starts: list[Start], planted: str | None) -> list:
-    """The log of each start; a fault is planted in all but the first."""
-    worlds = []
-    for number, start in enumerate(starts):
-        worlds.append((start.world, (config, root, start, planted if number else None)))
+def all_consumed(config: Path, root: Path, starts: list[Start]) -> list:
+    """The log of each start."""
+    worlds = [(start.world, (config, root, start)) for start in starts]
     return in_worlds(consumed, worlds)
 
 
 # Checks
 
 
-def check(
-    config: Path, root: Path, reference: Log, starts: list[Start], planted: str | None = None
-) -> None:
+def check(config: Path, root: Path, reference: Log, starts: list[Start]) -> None:
     """Train in these starts; what they consume together is the reference."""
     world = max(start.world for start in starts)
-    of_ranks = run_ranks(world, all_consumed, config, root, starts, planted)
+    of_ranks = run_ranks(world, all_consumed, config, root, starts)
     draws, crops = [], set()
 
     for number, start in enumerate(starts):
@@ -287,57 +279,3 @@ def test_starts_consume_what_one_process_does(
     case: Case, config: Path, reference: Log, tmp_path: Path
 ) -> None:
     check(config, tmp_path / "run", reference, case.arguments)
-
-
-# Controls
-
-
-def resumed_at_another_step(by: int) -> Any:
-    from opensora_sp.training.checkpointing import TrainingState
-
-    load = TrainingState.load
-
-    def load_another(self: Any, folder: Path) -> dict[str, Any]:
-        state = load(self, folder)
-        return {**state, "step": state["step"] + by}
-
-    return mock.patch.object(TrainingState, "load", load_another)
-
-
-def normal_of_the_rank(shape: Any, seed: int, *key: Any) -> Any:
-    return normal(shape, seed + dist.get_rank(), *key)
-
-
-def other_normal(shape: Any, seed: int, *key: Any) -> Any:
-    return normal(shape, seed + 1, *key)
-
-
-def other_generator(seed: int, *key: Any) -> Any:
-    return generator(seed + 1, *key)
-
-
-FAULTS: dict[str, Callable[[], Any]] = {
-    "a step twice": lambda: resumed_at_another_step(-1),
-    "a step omitted": lambda: resumed_at_another_step(1),
-    "noise by rank": lambda: mock.patch("opensora_sp.features.batch.normal", normal_of_the_rank),
-    "other noise": lambda: mock.patch("opensora_sp.features.batch.normal", other_normal),
-    "other crops": lambda: mock.patch("opensora_sp.data.dataset.generator", other_generator),
-}
-
-
-@pytest.mark.parametrize(
-    ("planted", "found"),
-    [
-        ("a step twice", r"consumed micro-batches \[0, 1, 2, 2, 3, 3, 4"),
-        ("a step omitted", r"consumed micro-batches \[0, 1, 2, 3, 6, 7\]"),
-        ("noise by rank", "start 1: ranks 0 and 1 of a group differ"),
-        ("other noise", "other clips or random numbers"),
-        ("other crops", "other crops"),
-    ],
-)
-def test_control_what_a_later_start_consumes(
-    config: Path, reference: Log, tmp_path: Path, planted: str, found: str
-) -> None:
-    starts = [Start(1, 2, interrupt=(2, "before the update")), Start(1, 2, workers=1)]
-    with pytest.raises(AssertionError, match=found):
-        check(config, tmp_path / "run", reference, starts, planted)

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -250,7 +250,7 @@ def cases(random: Random) -> list[Case]:
     return [Case(fault.name, fault, in_sample=fault in SAMPLE) for fault in faults]
 
 
-def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] | None) -> list:
+def train_on(config: Path, outputs: Path, fault: Fault) -> list:
     """Plant the fault, and train; returns the error and the last step that was begun."""
     from opensora_sp.training.step import TrainingStep
 
@@ -267,8 +267,6 @@ def train_on(config: Path, outputs: Path, fault: Fault, also: Callable[[], Any] 
         begin(fault.kind, outputs)
         if fault.passes:
             Moment(END[fault.phase]).plant(mend)
-        if also is not None:
-            also()
 
     def mend() -> None:
         end(fault.kind, outputs)
@@ -302,9 +300,9 @@ class Disk:
         work = (function, self.config, self.outputs, *args)
         return WarmJob(self.folder / name, size, *work, context=self.context)
 
-    def run(self, fault: Fault, also: Callable[[], Any] | None = None) -> None:
+    def run(self, fault: Fault) -> None:
         """Train on the disk while it fails; check how that ends."""
-        job = self.start("failing", train_on, fault, also)
+        job = self.start("failing", train_on, fault)
         try:
             job.wait(60)
         finally:
@@ -355,9 +353,9 @@ class Disk:
         )
 
 
-def hold(fault: Fault, also: Callable[[], Any] | None, *place: Any) -> None:
+def hold(fault: Fault, *place: Any) -> None:
     disk = Disk(*place, fault.layout)
-    disk.run(fault, also)
+    disk.run(fault)
     disk.start_again()
 
 
@@ -444,30 +442,4 @@ def test_a_failing_disk_harms_nothing(case: Case, on_a_disk: Callable[..., None]
     if isinstance(fault, TwoRuns):
         on_a_disk(hold_two_runs, fault.layout, fault)
     else:
-        on_a_disk(hold, fault.layout, fault, None)
-
-
-ALONE = Fault("full", "save", SAVE, layout=(1, 1))
-
-
-def ignore_errors_of_saves() -> None:
-    from opensora_sp.checkpoint.writer import Failure
-
-    Failure.raise_ = lambda self, task: None
-
-
-def harm_committed(path: Path) -> None:
-    os.truncate(path, 100)
-
-
-def test_control_a_save_that_fails_unnoticed(on_a_disk: Callable[..., None]) -> None:
-    with pytest.raises(AssertionError, match="no error of a disk that fails"):
-        on_a_disk(hold, ALONE.layout, ALONE, ignore_errors_of_saves)
-
-
-def test_control_a_save_that_harms_the_one_before(
-    on_a_disk: Callable[..., None], tmp_path: Path
-) -> None:
-    weights = tmp_path / "disk" / "run" / "step_00000002" / "model" / "model.safetensors"
-    with pytest.raises(AssertionError, match="step_00000002 is committed and torn"):
-        on_a_disk(hold, ALONE.layout, ALONE, partial(harm_committed, weights))
+        on_a_disk(hold, fault.layout, fault)

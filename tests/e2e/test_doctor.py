@@ -65,7 +65,7 @@ def test_an_interface_that_is_absent_fails_and_is_reported_as_a_table(
 
     reported = capsys.readouterr().out
     assert left.value.code == 1
-    assert "  FAIL network " in reported and "-> set it to the one that reaches" in reported
+    assert "  FAIL network " in reported and "-> expected one of lo" in reported
     assert "OMP_NUM_THREADS=1" in reported and "secret" not in reported
     assert "1 of " in reported.splitlines()[-1] and " checks failed" in reported.splitlines()[-1]
 
@@ -104,15 +104,18 @@ def doctor(hostfile: Path, *options: str) -> list[str | Path]:
 def test_hosts_of_a_launcher_are_examined_and_tried_together(
     pair: list[Host], tmp_path: Path
 ) -> None:
+    """beta takes 127.0.1.1 for its address, as many distributions do."""
+    known = f"127.0.0.1 localhost\n127.0.1.1 beta\n{pair[0].address} alpha\n"
+    pair[1].replace(Path("/etc/hosts"), known)
     (tmp_path / "hosts").write_text("alpha\nbeta\n")
     done = pair[0].run(*doctor(tmp_path / "hosts"))
     assert done.returncode == 0, done.stdout + done.stderr
-    for expected in ("host alpha", "host beta", "ok   own address", "2 ranks, gloo: round"):
+    for expected in ("host alpha", "host beta", "2 ranks, gloo: round"):
         assert expected in done.stdout, done.stdout
 
 
 def test_hosts_that_differ_are_refused_by_name(pair: list[Host], tmp_path: Path) -> None:
-    """beta has another ColossalAI, then takes 127.0.1.1 for its address."""
+    """beta has another ColossalAI."""
     alpha, beta = pair
     (tmp_path / "hosts").write_text("alpha\nbeta\n")
     about = Path(str(metadata.distribution("colossalai")._path)) / "METADATA"
@@ -122,10 +125,3 @@ def test_hosts_that_differ_are_refused_by_name(pair: list[Host], tmp_path: Path)
     assert "got different versions: colossalai 0.5.0 on rank 0 (alpha), 0.4.9 on rank 1 (beta)" in (
         done.stdout + done.stderr
     )
-
-    beta.replace(
-        Path("/etc/hosts"), f"127.0.0.1 localhost\n127.0.1.1 beta\n{alpha.address} alpha\n"
-    )
-    done = alpha.run(*doctor(tmp_path / "hosts"))
-    assert done.returncode, done.stdout + done.stderr
-    assert f"set GLOO_SOCKET_IFNAME=eth0 (address {beta.address})" in done.stdout + done.stderr

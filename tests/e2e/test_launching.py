@@ -121,21 +121,14 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         host_checks.check_devices(launch(local_rank=2))
 
 
-def test_hosts_must_be_reachable_under_the_names_they_go_by(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gloo_listens_where_other_hosts_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's own name may resolve to 127.0.1.1, which gloo would advertise."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    across = launch(local_world_size=1)
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    with pytest.raises(
-        ValueError,
-        match=r"got the host name 'localhost', which resolves to (127\.\S+|::1) on this host",
-    ):
-        host_checks.check_own_address(across.master)
-
     monkeypatch.setattr(host_checks, "_route_to", lambda master: ("10.0.0.5", "eth0"))
-    with pytest.raises(ValueError, match=r"set GLOO_SOCKET_IFNAME=eth0 \(address 10.0.0.5\)"):
-        host_checks.check_own_address(across.master)
+    check_machine(launch())
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    check_machine(launch(local_world_size=1))
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "eth0"
 
 
 def test_workers_need_shared_memory_for_their_batches(
@@ -181,7 +174,7 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
             os.environ["RANK"] = "1"
 
     if case == "missing":
-        os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "1"
+        os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "4"
     try:
         with raise_on_all_ranks():
             if case == "cannot start" and rank == 1:
@@ -247,7 +240,7 @@ def test_all_ranks_start_or_all_raise_the_same_error() -> None:
     assert said["breaks"] == [("KeyError", "'depth'"), broken, broken]
     assert said["missing"][0] == said["missing"][1] and said["missing"][2] == (None, None)
     assert said["missing"][0][1].startswith(
-        f"got 2 of 3 ranks within 1 s, from {host}; expected all, but rank 2 did not"
+        f"got 2 of 3 ranks within 4 s, from {host}; expected all, but rank 2 did not"
     )
 
 
@@ -264,7 +257,7 @@ def test_a_port_in_use_and_a_first_host_that_does_not_answer(
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(
             ValueError,
-            match=r"got 127.0.0.1:\d+ to listen on, .*address already in use.*; expected a free",
+            match=r"to rank 0 at 127.0.0.1:\d+ .*address already in use.*no other program uses",
         ):
             join_rendezvous()
 

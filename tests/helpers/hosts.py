@@ -7,7 +7,6 @@ hosts, so the machine's network is never touched. If the tests are killed, so ar
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -243,11 +242,3 @@ def _inside(pid: int, *command: str | Path) -> None:
     inside = ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--pid", "--"]
     done = subprocess.run([*inside, *map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
-
-
-def enter_network(pid: int) -> None:
-    """Move this process, before it has threads, to the network of a host's first process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net") as namespace:
-        if libc.setns(namespace.fileno(), 0):
-            raise OSError(ctypes.get_errno(), "setns")

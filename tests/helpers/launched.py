@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 from polling import wait_until
-from ranks import HOST, fork_ranks, free_port, torchrun_environment, warm_context
+from ranks import HOST, fork_ranks, torchrun_environment, warm_context
 
 from opensora_sp.parallel import closing_process_group
 from opensora_sp.runtime.processes import RUN_ID, end_with_launchers
@@ -32,8 +32,6 @@ class LaunchedRanks:
 
     Args:
         folder: for the logs.
-        enter: called by each rank before anything else; what it returns is added to the
-            environment. Without it, this process hosts the store, as torchrun does.
 
     Attributes:
         processes: by rank.
@@ -45,19 +43,15 @@ class LaunchedRanks:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        enter: Callable[[int], dict[str, str]] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         variables = dict(environment or {})
-        if enter is None:
-            self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-            variables |= torchrun_environment(self._store.port)
-        else:
-            variables["MASTER_PORT"] = str(free_port())
-
-        work = (_reporting_errors, enter, function, *args)
+        # As torchrun does.
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        variables |= torchrun_environment(self._store.port)
+        work = (_reporting_errors, function, *args)
         self.processes = fork_ranks(world_size, [self._log("{rank}")] * 2, variables, *work)
 
     def _log(self, rank: int | str) -> Path:
@@ -225,7 +219,6 @@ def _launch(folder: Path, num_ranks: int, work: bytes) -> None:
         [folder / "log"] * 2,
         {RUN_ID: "warm"},
         _leaving_outcome,
-        None,
         *(folder, num_ranks, store.port, work),
         context=multiprocessing.get_context("fork"),
     )

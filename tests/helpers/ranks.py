@@ -162,7 +162,6 @@ def fork_ranks(
     outputs: Sequence[Path],
     environment: dict[str, str],
     function: Callable[..., Any],
-    enter: Callable[[int], dict[str, str]] | None,
     *args: Any,
     context: Any = None,
 ) -> list[Any]:
@@ -171,10 +170,9 @@ def fork_ranks(
     Args:
         outputs: files to which stdout and stderr are appended; "{rank}" in their names is replaced.
         environment: variables of all ranks.
-        enter: called first, with the rank; what it returns is added to its environment.
         context: of ``multiprocessing``, by default that of the warm process.
     """
-    context, work = context or warm_context(), pickle.dumps((function, enter, args))
+    context, work = context or warm_context(), pickle.dumps((function, args))
     processes = []
     for rank in range(num_ranks):
         files = [str(path).replace("{rank}", str(rank)) for path in outputs]
@@ -193,9 +191,7 @@ def _begin(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
 
     become_rank(rank, num_ranks, **environment)
-    function, enter, args = pickle.loads(work)
-    if enter is not None:
-        os.environ.update(enter(rank))
+    function, args = pickle.loads(work)
     function(*args)
 
 

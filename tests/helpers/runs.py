@@ -179,7 +179,7 @@ def run_forked(
     with tempfile.TemporaryDirectory(prefix="run_forked-") as name:
         outputs = [Path(name) / stream for stream in ("stdout", "stderr")]
         processes = fork_ranks(
-            ranks, outputs, torchrun_environment(store.port), _run_script, None, arguments, folder
+            ranks, outputs, torchrun_environment(store.port), _run_script, arguments, folder
         )
         try:
             for process in processes:

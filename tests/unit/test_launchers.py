@@ -120,6 +120,16 @@ def test_a_script_ends_where_colossalai_run_is_killed(start: Start) -> None:
     torchrun.wait(30)
 
 
+def test_a_script_ends_whose_launcher_has_gone_before_its_first_line(start: Start) -> None:
+    orphan = start(WAIT, "torchrun", shell="sleep 0.5;")
+    wait_until(lambda: any(p.name() == "sleep" for p in orphan.launcher.children(recursive=True)))
+    orphan.kill()
+    wait_until((orphan.folder / "pid").exists)
+    with suppress(psutil.NoSuchProcess):
+        script = orphan.script()
+        wait_until(lambda: not is_alive(script))
+
+
 def test_a_script_below_a_shell_lives_as_long_as_the_launcher(start: Start) -> None:
     """Also where the shell lets it ignore SIGTERM."""
     below_shell = start(WAIT, "torchrun", shell="unset RANK; trap '' TERM; exec 2>log;")

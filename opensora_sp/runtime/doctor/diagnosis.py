@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from opensora_sp.runtime.environment import Launch
 from opensora_sp.runtime.host_checks import (
     check_devices,
     check_interfaces,
-    check_own_address,
     interfaces,
     shared_memory,
 )
@@ -127,8 +125,7 @@ def diagnose(*, collective: bool, trains: bool) -> Diagnosis | None:
 
 
 def _diagnose_all_hosts(launch: Launch, *, trains: bool) -> Diagnosis | None:
-    master = launch.master[0] if launch.spans_hosts else None
-    report = examine(trains=trains, master=master) if launch.local_rank == 0 else None
+    report = examine(trains=trains) if launch.local_rank == 0 else None
     measured, gathered = measure_with_all_ranks(report)
     if launch.rank:
         return None
@@ -176,21 +173,17 @@ def _describe(measured: dict[str, Any]) -> Check:
     return Check("all ranks", text)
 
 
-def examine(*, trains: bool, master: str | None = None) -> Report:
+def examine(*, trains: bool) -> Report:
     """Run all checks of this host.
 
     Args:
         trains: a training is to run, which needs ColossalAI.
-        master: the first host of several; None if the run stays on this host.
     """
     facts = versions()
     checks = [*_software(facts, trains=trains), *_devices(), _shared_memory()]
 
     names = [f"{name} {addresses[0]}" for name, addresses in interfaces().items() if addresses]
     checks.append(Check.run("network", ", ".join(names), check_interfaces))
-    if master:
-        check = partial(check_own_address, (master, 22))
-        checks.append(Check.run("own address", "other hosts can reach it", check))
 
     checks.append(_environment())
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
