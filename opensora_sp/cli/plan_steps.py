@@ -17,7 +17,7 @@ import numpy as np
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import Assigned, MicroBatch
-from opensora_sp.data.bucket_plan import Batch, cut_into_steps
+from opensora_sp.data.bucket_plan import cut_into_steps
 from opensora_sp.data.dataset import ClipShape
 from opensora_sp.data.randomness import generator
 from opensora_sp.data.schedule import busy_seconds, schedule
@@ -172,11 +172,14 @@ def _all_buckets(cfg: TrainConfig, work: Work, per_step: int) -> list[list[Micro
     for name, spec in batches.items():
         shape = ClipShape(spec.num_frames, *spec.image_size)
         ids, cost = tuple(range(spec.batch_size)), work.flops(shape, spec.batch_size)
-        every += [Batch(shape, ids, cost, name)] * repeats
+        every += [MicroBatch(0, 0, shape, ids, cost, name)] * repeats
 
     rng = generator(cfg.seed, "plan")
     steps = cut_into_steps(every, rng, cfg.batch_order, per_step)
-    return [[MicroBatch(number, 0, *batch) for number, batch in enumerate(step)] for step in steps]
+    return [
+        [micro_batch._replace(number=number) for number, micro_batch in enumerate(step)]
+        for step in steps
+    ]
 
 
 def _sent_by(run: RunEstimator, work: Work) -> Callable[[Assigned], float]:

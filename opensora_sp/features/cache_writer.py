@@ -25,7 +25,6 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     BatchPlan,
     CachedClip,
-    CachedFeatures,
     ClipShape,
     CorruptSample,
     MicroBatch,
@@ -162,7 +161,9 @@ class CacheWriter:
                 "check the manifest"
             )
         if self.rank == 0:
-            self._write_index(shards, {shape for _, shape in encoded | corrupt})
+            self._write_index(shards, {shape for _, shape in encoded})
+            message = "feature cache %s: latents of %d clips, %d corrupt"
+            logger.info(message, self.folder, len(encoded), len(corrupt))
 
     def shards(self) -> list[Shard]:
         """All that are complete, in order.
@@ -250,15 +251,6 @@ class CacheWriter:
         )
         text = json.dumps(sealed(index.model_dump(mode="json"))) + "\n"
         self.disk.write_file(self.folder / INDEX, text.encode())
-
-        cache = CachedFeatures(str(self.folder))
-        logger.info(
-            "feature cache %s: latents of %d clips in %d shapes, %d corrupt",
-            self.folder,
-            sum(map(len, cache.latents.values())),
-            len(cache.sizes),
-            len(cache.corrupt),
-        )
 
 
 def _requests(todo: dict[int, list[ClipShape]]) -> list[ReadRequest]:

@@ -76,17 +76,10 @@ def check_made_of(made: dict[str, Any], wanted: dict[str, Any], folder: str) -> 
             differing.append(f"{key} {ours!r} (there {theirs!r})")
 
     if differing:
-        hint = ""
-        if any(".weights " in text for text in differing):
-            hint = (
-                " (weights are compared by the bytes of their files, which opensora-sp convert "
-                "changes: from_pretrained may be the folder from before, of which training from a "
-                "cache loads nothing)"
-            )
         raise ValueError(
             f"got {', '.join(differing)} with the feature cache {folder!r}; expected what it was "
-            f"made with; change the config back{hint}, or make another cache of it: "
-            "opensora-sp precompute CONFIG -o FOLDER"
+            "made with (weights: files of the same bytes); change the config back, or make another "
+            "cache of it: opensora-sp precompute CONFIG -o FOLDER"
         )
 
 

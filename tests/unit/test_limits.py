@@ -122,7 +122,6 @@ def raw_avi(path: Path, side: int) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("reader", READERS)
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(
     tmp_path: Path, reader: Callable[[Path], object]
@@ -130,12 +129,8 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(
     # 432 MB as pixels; the decoder would allocate them for the first row.
     (tmp_path / "bomb.png").write_bytes(png(12_000, 12_000, rows=9))
     refusal = refusal_within(MEMORY, lambda: reader(tmp_path / "bomb.png"))
-    assert refusal.startswith("ValueError") and "12,000 x 12,000 pixels" in refusal
-    assert "expected at most 67,108,864 (limits.frame_pixels)" in refusal
-
-    (tmp_path / "larger.png").write_bytes(png(100_000, 100_000, rows=1))
-    with pytest.raises(ValueError, match="Pillow refuses .*expected a smaller one"):
-        reader(tmp_path / "larger.png")
+    assert refusal.startswith("ValueError") and "no size, or a larger one" in refusal
+    assert "expected at most 67,108,864 pixels in a frame (limits.frame_pixels)" in refusal
 
 
 def test_a_frame_is_larger_than_its_header_states(tmp_path: Path) -> None:
