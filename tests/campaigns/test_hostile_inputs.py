@@ -560,7 +560,6 @@ def feature_cache(attack: Attack) -> Reader:
         "source": source,
         "sizes": {"x".join(map(str, SIZE)): [2, 4, 4]},
         "shards": {name: CacheShard.read(folder / name).checksum},
-        "manifest_columns": {},
     }
     if random.random() < 0.3:
         index["shards"] = {attack.path_out: 1}
