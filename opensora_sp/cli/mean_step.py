@@ -10,7 +10,7 @@ import numpy as np
 
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import MicroBatch
-from opensora_sp.data.bucket_plan import Batch, cut_into_steps
+from opensora_sp.data.bucket_plan import cut_into_steps
 from opensora_sp.data.dataset import ClipShape
 from opensora_sp.data.randomness import generator
 from opensora_sp.data.schedule import busy_seconds, schedule
@@ -78,9 +78,8 @@ def _sampled_steps(cfg: TrainConfig, work: Work, per_step: int) -> list[list[Mic
     every = []
     for name, spec in batches.items():
         shape = ClipShape(spec.num_frames, *spec.image_size)
-        cost = work.flops(shape, spec.batch_size)
-        every += [Batch(shape, tuple(range(spec.batch_size)), cost, name)] * repeats
+        ids, cost = tuple(range(spec.batch_size)), work.flops(shape, spec.batch_size)
+        every += [MicroBatch(0, 0, shape, ids, cost, name)] * repeats
 
     rng = generator(cfg.seed, "plan")
-    steps = cut_into_steps(every, rng, cfg.batch_order, per_step)
-    return [[MicroBatch(number, 0, *batch) for number, batch in enumerate(step)] for step in steps]
+    return cut_into_steps(every, rng, cfg.batch_order, per_step)

@@ -14,7 +14,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,32 +34,14 @@ CLIPS_PER_CHUNK = 1 << 16
 SAME_BUCKET_ATTEMPTS = 5
 
 
-class Batch(NamedTuple):
-    """A micro-batch without its number."""
-
-    shape: ClipShape
-    ids: tuple[int, ...]
-    cost: float
-    bucket: str
-
-
-class EntryCounts(NamedTuple):
-    """Clips, micro-batches and shapes of a bucket entry in an epoch."""
-
-    clips: int
-    micro_batches: int
-    shapes: int
-
-
 @dataclass(frozen=True)
 class Epoch:
     """One pass over the clips."""
 
     number: int
     entry_of_clip: np.ndarray  # [N], the entry of each clip, or a key of ``DROPPED``
-    steps: list[list[Batch]]
+    steps: list[list[MicroBatch]]  # not yet numbered
     members: dict[ClipShape, np.ndarray]  # ids of the clips of a shape
-    counts: dict[int, EntryCounts]  # by entry
 
 
 class BucketPlan:
@@ -134,10 +117,10 @@ class BucketPlan:
     def step(self, step: int) -> list[MicroBatch]:
         epoch = self.epoch_of(step)
         first = step * self.micro_batches_per_step
-        batches = epoch.steps[step - self._starts[epoch.number]]
+        micro_batches = epoch.steps[step - self._starts[epoch.number]]
         return [
-            MicroBatch(number, epoch.number, batch.shape, batch.ids, batch.cost, batch.bucket)
-            for number, batch in enumerate(batches, first)
+            micro_batch._replace(number=number)
+            for number, micro_batch in enumerate(micro_batches, first)
         ]
 
     def epoch_of(self, step: int) -> Epoch:
@@ -172,12 +155,16 @@ class BucketPlan:
         """The report before training: the contents of each bucket, and why clips were dropped."""
         epoch = self.epoch(0) if step == 0 else self.epoch_of(step)
         lines = [f"{'bucket':>14} {'clips':>9} {'batch size':>11} {'batches':>8} {'shapes':>7}"]
-        for number, counts in epoch.counts.items():
-            entry = self.buckets.entries[number]
-            lines.append(
-                f"{entry.name:>14} {counts.clips:>9,} {entry.batch_size:>11} "
-                f"{counts.micro_batches:>8,} {counts.shapes:>7}"
-            )
+        shapes: dict[str, list[ClipShape]] = {}
+        for micro_batch in chain.from_iterable(epoch.steps):
+            shapes.setdefault(micro_batch.bucket, []).append(micro_batch.shape)
+        for number, entry in enumerate(self.buckets.entries):
+            if entry.batch_size:
+                clips, cut_to = (epoch.entry_of_clip == number).sum(), shapes.get(entry.name, [])
+                lines.append(
+                    f"{entry.name:>14} {clips:>9,} {entry.batch_size:>11} {len(cut_to):>8,} "
+                    f"{len(set(cut_to)):>7}"
+                )
 
         for reason, why in DROPPED.items():
             if count := int((epoch.entry_of_clip == reason).sum()):
@@ -191,25 +178,23 @@ class BucketPlan:
 
     def _epoch(self, number: int) -> Epoch:
         entry_of_clip, rng = self._assign(number), generator(self.seed, "order", number)
-        batches: list[Batch] = []
-        counts: dict[int, EntryCounts] = {}
+        micro_batches: list[MicroBatch] = []
         members: dict[ClipShape, np.ndarray] = {}
         # Entries in their fixed order: each draws from the generator where the one before ended.
         for index, entry in enumerate(self.buckets.entries):
             if not entry.batch_size:
                 continue
-            clips, before = np.flatnonzero(entry_of_clip == index), len(batches)
-            by_shape = self._by_shape(entry, clips)
-            for shape, ids in by_shape.items():
+            clips = np.flatnonzero(entry_of_clip == index)
+            for shape, ids in self._by_shape(entry, clips).items():
                 members[shape] = np.concatenate([members.get(shape, ids[:0]), ids])
                 shuffled = rng.permutation(ids).tolist()
                 for first in range(0, len(ids), entry.batch_size):
                     part = tuple(shuffled[first : first + entry.batch_size])
-                    batches.append(Batch(shape, part, self.cost(shape, len(part)), entry.name))
-            counts[index] = EntryCounts(len(clips), len(batches) - before, len(by_shape))
+                    cost = self.cost(shape, len(part))
+                    micro_batches.append(MicroBatch(0, number, shape, part, cost, entry.name))
 
-        steps = cut_into_steps(batches, rng, self.batch_order, self.micro_batches_per_step)
-        return Epoch(number, entry_of_clip, steps, members, counts)
+        steps = cut_into_steps(micro_batches, rng, self.batch_order, self.micro_batches_per_step)
+        return Epoch(number, entry_of_clip, steps, members)
 
     def _assign(self, epoch: int) -> np.ndarray:
         """The entry of each clip, in chunks: draws for millions of clips would fill gigabytes."""
@@ -236,16 +221,19 @@ class BucketPlan:
 
 
 def cut_into_steps(
-    batches: list[Batch], rng: np.random.Generator, order: BatchOrder, micro_batches_per_step: int
-) -> list[list[Batch]]:
+    micro_batches: list[MicroBatch],
+    rng: np.random.Generator,
+    order: BatchOrder,
+    micro_batches_per_step: int,
+) -> list[list[MicroBatch]]:
     """Steps cut from the micro-batches in their order.
 
     By cost, ties and steps are shuffled. Of mixed steps, the last one may be smaller.
     """
     # Sorting is stable, so this shuffles ties.
-    ordered = [batches[index] for index in rng.permutation(len(batches))]
+    ordered = [micro_batches[index] for index in rng.permutation(len(micro_batches))]
     if order == "by_cost":
-        ordered.sort(key=lambda batch: -batch.cost)
+        ordered.sort(key=lambda micro_batch: -micro_batch.cost)
     size = micro_batches_per_step
     steps = [ordered[first : first + size] for first in range(0, len(ordered), size)]
     if order == "mixed":

@@ -207,34 +207,31 @@ def with_batch_sizes(
 
 
 def _entry(resolution: str, num_frames: Any, pair: Any) -> BucketEntry:
-    where = f"bucket_config[{resolution!r}][{num_frames!r}]"
-    if not isinstance(num_frames, int) or num_frames < 1:
-        raise ValueError(
-            f"got {where}; expected a positive number of frames; write for example {{51: (1.0, 4)}}"
-        )
-    usage = (
-        "write (probability, batch size), or ((probability, probability of these frames), batch "
-        "size); a batch size of None is chosen at the start"
-    )
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"got {where} = {pair!r}; expected a pair; {usage}")
-
-    keep, batch_size = pair
+    is_entry = isinstance(pair, (tuple, list)) and len(pair) == 2
+    parts: Any = pair if is_entry else (None, None)
+    keep, batch_size = parts
     is_pair = isinstance(keep, (tuple, list)) and len(keep) == 2
-    probabilities = list(keep) if is_pair else [keep]
-    for probability in probabilities:
-        if not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
-            raise ValueError(f"got {where} = {pair!r}; expected probabilities from 0 to 1; {usage}")
-    if is_pair and num_frames == 1:
+    probabilities: list[Any] = list(keep) if is_pair else [keep]
+    is_size = batch_size is None or (isinstance(batch_size, int) and batch_size >= 1)
+
+    expected = ""
+    if not isinstance(num_frames, int) or num_frames < 1:
+        expected = "a positive number of frames"
+    elif not all(isinstance(number, (int, float)) and 0 <= number <= 1 for number in probabilities):
+        expected = "probabilities from 0 to 1"
+    elif is_pair and num_frames == 1:
+        expected = "one probability for images, which have one length"
+    elif probabilities[0] and not is_size:
+        expected = "a batch size of at least 1"
+    if expected:
         raise ValueError(
-            f"got {where} = {pair!r}; expected one probability for images, which have one length; "
-            f"{usage}"
+            f"got bucket_config[{resolution!r}][{num_frames!r}] = {pair!r}; expected {expected}; "
+            "write (probability, batch size), or ((probability, probability of these frames), "
+            "batch size); a batch size of None is chosen at the start"
         )
 
     keep, keep_frames = probabilities if is_pair else (*probabilities, None)
     # Open-Sora has batch sizes of None there.
     if not keep:
         return BucketEntry(resolution, num_frames, 0.0, keep_frames, 0)
-    if batch_size is not None and not (isinstance(batch_size, int) and batch_size >= 1):
-        raise ValueError(f"got {where} = {pair!r}; expected a batch size of at least 1; {usage}")
     return BucketEntry(resolution, num_frames, float(keep), keep_frames, batch_size)

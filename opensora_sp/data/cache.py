@@ -38,6 +38,8 @@ from .manifest import Manifest
 
 INDEX, MANIFEST = "index.json", "clips.jsonl"
 CHECKSUM = "crc32"
+# Begins the names of a manifest's columns in the fingerprint of a cache.
+MANIFEST_KEY = "dataset.manifest "
 Key = tuple[int, ClipShape]
 """A clip, and the shape that it was cut to."""
 ShapeName = Annotated[str, Field(pattern="^[0-9]{1,9}x[0-9]{1,9}x[0-9]{1,9}$")]
@@ -65,9 +67,6 @@ class Index(BaseModel):
 
     shards: dict[ShardName, int]
     """By the name of the file, the checksum in its header."""
-
-    manifest_columns: dict[str, str]
-    """``Manifest.fingerprint`` of the manifest that the cache was made of."""
 
     manifest_sha256: str
     """Of the copy of the manifest."""
@@ -168,7 +167,11 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
     @property
     def fingerprint(self) -> dict[str, str]:
         """``Manifest.fingerprint`` of the manifest that the cache was made of."""
-        return self.index.manifest_columns
+        columns = {}
+        for name, summary in self.index.made_of.items():
+            if name.startswith(MANIFEST_KEY):
+                columns[name.removeprefix(MANIFEST_KEY)] = str(summary)
+        return columns
 
     @property
     def index_digest(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import IO, Any, NamedTuple, overload
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -83,11 +83,11 @@ class Manifest(Sequence[Entry]):
         """The captions, with the scores in other columns."""
         present = [name for name in captions.columns if name in columns]
         if captions.columns and not present:
-            raise ValueError(
-                f"got manifest {str(self.file)!r} with the columns {list(columns)} for "
-                "dataset.caption_scores; expected at least one of "
-                f"{', '.join(captions.columns)}; add one to this file, with empty cells where "
-                "it is not known"
+            raise _refused(
+                self.file,
+                f" with the columns {list(columns)} for dataset.caption_scores",
+                f"at least one of {', '.join(captions.columns)}; add one to this file, with empty "
+                "cells where it is not known",
             )
 
         scores, unknown = {}, [None] * len(self)
@@ -108,15 +108,7 @@ class Manifest(Sequence[Entry]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    @overload
-    def __getitem__(self, index: int) -> Entry: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Entry]: ...
-
-    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Entry:  # type: ignore[override]
         known: dict[str, Any] = {}
         for name, values in self.numbers.items():
             if not math.isnan(values[index]):
@@ -201,51 +193,49 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 def check_suffix(path: Path) -> None:
     """Raise ValueError unless a manifest has the suffix of one of its formats."""
     if path.suffix not in (".csv", ".jsonl", ".parquet"):
-        raise ValueError(
-            f"got manifest {str(path)!r}; expected a .csv, .jsonl or .parquet file; rename it"
-        )
+        raise _refused(path, "", "a .csv, .jsonl or .parquet file; rename it")
+
+
+def _refused(path: Path, excess: str, expected: str) -> ValueError:
+    """The error of a manifest, with what it has and what is expected."""
+    return ValueError(f"got manifest {str(path)!r}{excess}; expected {expected}")
 
 
 def _check_columns(path: Path, columns: dict[str, list[Any]], files: Sequence[str]) -> None:
     required = (*REQUIRED, *files)
     missing = [name for name in required if name not in columns]
     if missing:
-        where = "first line" if path.suffix == ".csv" else "lines"
-        raise ValueError(
-            f"got manifest {str(path)!r} with the columns {list(columns)}; expected "
-            f"{' and '.join(required)}; add {' and '.join(missing)} to its {where}"
+        raise _refused(
+            path,
+            f" with the columns {list(columns)}",
+            f"{' and '.join(required)}; add {' and '.join(missing)}, in CSV to its first line",
         )
-
     if not columns["path"]:
-        raise ValueError(
-            f"got manifest {str(path)!r} without clips; expected at least one line; add clips to it"
-        )
+        raise _refused(path, " without clips", "at least one line; add clips to it")
 
-    for name in (*REQUIRED, *files):
-        for row, cell in enumerate(columns[name], 1):
+    for name in required:
+        for line, cell in enumerate(columns[name], 1):
             if not isinstance(cell, (str, NoneType)):
                 raise ValueError(
-                    f"got {name} {str(cell)[:80]!r} for clip {row} of {str(path)!r}; expected "
+                    f"got {name} {str(cell)[:80]!r} for clip {line} of {str(path)!r}; expected "
                     "text; write it in quotes, and one column for each name"
                 )
-
-    for name in ("path", *files):
-        without = [row for row, cell in enumerate(columns[name]) if cell is None or cell == ""]
-        if without:
-            what = "a path" if name == "path" else name
-            raise ValueError(
-                f"got manifest {str(path)!r} with {len(without)} clips without {what}, clip "
-                f"{without[0] + 1} is the first; expected a file for each; fill them in, or "
-                "remove these lines"
-            )
+            if not cell and name != "text":
+                raise _refused(
+                    path,
+                    f" without {name} for clip {line}",
+                    "a file for each clip; fill it in, or remove the line",
+                )
 
 
 def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
+    """The wanted columns; in CSV and JSONL the names of others as well, for messages."""
     if not path.is_file():
-        raise ValueError(
-            f"got manifest {str(path)!r}, which is not a file; expected a CSV, JSONL or Parquet "
-            "file with the columns path,text; check the path, or list the videos of a folder with "
-            "opensora-sp index"
+        raise _refused(
+            path,
+            ", which is not a file",
+            "a CSV, JSONL or Parquet file with the columns path,text; check the path, or list the "
+            "videos of a folder with opensora-sp index",
         )
     check_suffix(path)
     if path.suffix == ".parquet":
@@ -257,54 +247,44 @@ def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
             lines = _lines(path, file)
             if path.suffix == ".csv":
                 reader = csv.DictReader(lines)
-                names = _checked_names(path, reader.fieldnames or [])
+                names = reader.fieldnames or []
+                _check_names(path, names)
                 return _by_column(_within_columns(path, reader), names, wanted)
             rows = (_parsed(path, line) for line in lines if line.strip())
             return _by_column(rows, [], wanted)
     except (UnicodeDecodeError, csv.Error) as error:
-        where = f" in line {_undecodable(path)}" if isinstance(error, UnicodeDecodeError) else ""
-        raise ValueError(
-            f"got manifest {str(path)!r}, which cannot be read{where} ({error}); expected "
-            f"UTF-8 with cells of at most {csv.field_size_limit():,} characters; save it as that"
+        raise _refused(
+            path,
+            f", which cannot be read ({error})",
+            f"UTF-8 with cells of at most {csv.field_size_limit():,} characters; save it as that",
         ) from None
-
-
-def _undecodable(path: Path) -> int:
-    """The first line that is not UTF-8."""
-    number = 0
-    with open_regular(path) as file:
-        while line := file.readline(MAX_LINE):
-            number += 1
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                break
-    return number
 
 
 def _lines(path: Path, file: IO[str]) -> Iterator[str]:
     while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
-            raise ValueError(
-                f"got manifest {str(path)!r} with a line of more than {MAX_LINE:,} characters; "
-                "expected at most so many; check that it is a manifest, or shorten the caption"
+            raise _refused(
+                path,
+                f" with a line of more than {MAX_LINE:,} characters",
+                "at most so many; check that it is a manifest, or shorten the caption",
             )
         yield line
 
 
-def _checked_names(path: Path, names: Sequence[str]) -> Sequence[str]:
+def _check_names(path: Path, names: Sequence[str]) -> None:
     repeated = [name for name, times in Counter(names).items() if times > 1 and name in KNOWN]
     if repeated:
-        raise ValueError(
-            f"got manifest {str(path)!r} with two columns {repeated[0]!r}; expected each once; "
-            "rename or remove the other"
+        raise _refused(
+            path,
+            f" with two columns {repeated[0]!r}",
+            "each once; rename or remove the other",
         )
     if len(names) > MAX_COLUMNS:
-        raise ValueError(
-            f"got manifest {str(path)!r} with {len(names):,} columns; expected at most "
-            f"{MAX_COLUMNS:,}; check that it is a manifest, or remove the others"
+        raise _refused(
+            path,
+            f" with {len(names):,} columns",
+            f"at most {MAX_COLUMNS:,}; check that it is a manifest, or remove the others",
         )
-    return names
 
 
 def _within_columns(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, Any]]:
@@ -363,17 +343,19 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
     try:
         with open_regular(path) as file:
             opened, num_bytes = parquet.ParquetFile(file), os.fstat(file.fileno()).st_size
+            metadata = opened.metadata
             # Equal rows take no bytes, but in a manifest each has another path.
-            if opened.metadata.num_rows > MAX_CLIPS_PER_BYTE * num_bytes:
-                raise ValueError(
-                    f"got manifest {str(path)!r} of {num_bytes:,} bytes, which lists "
-                    f"{opened.metadata.num_rows:,} clips; expected other paths for all of them; "
-                    "do not use it"
+            if metadata.num_rows > MAX_CLIPS_PER_BYTE * num_bytes:
+                raise _refused(
+                    path,
+                    f" of {num_bytes:,} bytes, which lists {metadata.num_rows:,} clips",
+                    "other paths for all of them; do not use it",
                 )
-            _checked_names(path, opened.schema_arrow.names)
+            _check_names(path, opened.schema_arrow.names)
             names = [name for name in wanted if name in opened.schema_arrow.names]
             most = max(MIN_CONTENT, CONTENT_PER_BYTE * num_bytes)
-            _check_content(path, _stored_bytes(opened, names), most)
+            groups = [metadata.row_group(number) for number in range(opened.num_row_groups)]
+            _check_content(path, sum(group.total_byte_size for group in groups), most)
 
             texts = []
             for name in names:
@@ -390,30 +372,17 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
             _check_content(path, sum(_num_bytes(table[name]) for name in texts), most)
             return {name: table[name].to_pylist() for name in names}
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"got manifest {str(path)!r}, which cannot be read ({error}); expected Parquet; write "
-            "it again"
-        ) from None
+        reason = f", which cannot be read ({error})"
+        raise _refused(path, reason, "Parquet; write it again") from None
 
 
 def _check_content(path: Path, num_bytes: int, most: int) -> None:
     if num_bytes > most:
-        raise ValueError(
-            f"got manifest {str(path)!r} with {num_bytes:,} bytes of cells; expected at most "
-            f"{most:,} in a file of this size; do not use it"
+        raise _refused(
+            path,
+            f" with {num_bytes:,} bytes of cells",
+            f"at most {most:,} in a file of this size; do not use it",
         )
-
-
-def _stored_bytes(opened: Any, names: Sequence[str]) -> int:
-    """The uncompressed bytes of some columns."""
-    total = 0
-    for number in range(opened.num_row_groups):
-        group = opened.metadata.row_group(number)
-        for index in range(group.num_columns):
-            column = group.column(index)
-            if column.path_in_schema.split(".")[0] in names:
-                total += column.total_uncompressed_size
-    return total
 
 
 def _num_bytes(column: Any) -> int:
@@ -430,9 +399,9 @@ def _num_bytes(column: Any) -> int:
     return total
 
 
-def _as_numbers(path: Path, name: str, values: list[Any], count: int) -> np.ndarray:
+def _as_numbers(path: Path, name: str, cells: list[Any], count: int) -> np.ndarray:
     numbers = np.full(count, np.nan)
-    for row, cell in enumerate(values):
+    for row, cell in enumerate(cells):
         if cell is None or cell == "":
             continue
         try:

@@ -21,7 +21,6 @@ from typing import Any
 
 import av
 import numpy as np
-from PIL import Image
 
 from opensora_sp.common.files import atomic_write, open_regular
 
@@ -263,16 +262,13 @@ def _opened(path: str | Path, budget: Budget) -> Iterator[tuple[Any, Any]]:
             )
 
         # FFmpeg states no size of an image that it has refused to decode.
-        height, width = stream.height, stream.width
-        if not height:
-            height, width = _image_size(path if image is None else io.BytesIO(image))
-        if not height:
+        if not stream.height:
             raise ValueError(
                 "got a file whose frames have no size, or a larger one; expected at most "
                 f"{budget.limits.frame_pixels:,} pixels in a frame (limits.frame_pixels); make it "
                 "smaller"
             )
-        budget.limits.check("a file", 1, height, width)
+        budget.limits.check("a file", 1, stream.height, stream.width)
 
         stream.thread_type = "NONE"
         stream.codec_context.thread_count = 1
@@ -300,19 +296,6 @@ def _examine(path: str | Path, budget: Budget) -> tuple[str, bytes | None]:
         if start.startswith((PNG, JPEG)) or start[8:] == b"WEBP":
             return formats, without_metadata(start + file.read())
         return formats, None
-
-
-def _image_size(file: str | Path | io.BytesIO) -> tuple[int, int]:
-    """Height and width in the header of an image; 0 where it is none that Pillow knows."""
-    try:
-        with Image.open(file) as image:
-            return image.height, image.width
-    except Image.DecompressionBombError as error:
-        raise ValueError(
-            f"got an image that Pillow refuses ({error}); expected a smaller one; make it smaller"
-        ) from None
-    except OSError:
-        return 0, 0
 
 
 def _decoded(container: Any, stream: Any, budget: Budget) -> Iterator[Any]:

@@ -187,10 +187,6 @@ class Work:
         """Forward work of the blocks."""
         return blocks_work(self.shape_of(clip, num_samples))
 
-    def options_on(self, spans_nodes: bool) -> Options:
-        """The options in a group of ranks on one node, or on several."""
-        return replace(self.options, spans_nodes=spans_nodes)
-
     def _seconds(
         self, clip: ClipShape, num_samples: int, ranks: int, spans_nodes: bool = False
     ) -> float:
@@ -201,7 +197,7 @@ class Work:
         """
         return seconds_of(
             self.shape_of(clip, num_samples),
-            self.options_on(spans_nodes),
+            replace(self.options, spans_nodes=spans_nodes),
             ranks,
             model=self._costs,
             element_size=DTYPES[self.cfg.precision].itemsize,

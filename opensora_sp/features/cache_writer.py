@@ -25,7 +25,6 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     BatchPlan,
     CachedClip,
-    CachedFeatures,
     ClipShape,
     CorruptSample,
     MicroBatch,
@@ -107,19 +106,13 @@ def precompute(cfg: TrainConfig, folder: str) -> Path:
 
 def check_reproducible(cfg: TrainConfig) -> None:
     """Raise ValueError if a clip is not the same in every epoch, or comes from a cache itself."""
-    fixed = ("resize_center_crop", "middle")
-    if (cfg.dataset.transform, cfg.dataset.clip_start) != fixed:
+    cut = cfg.dataset.transform, cfg.dataset.clip_start
+    if cut != ("resize_center_crop", "middle") or cfg.noise_augmentation:
         raise ValueError(
-            f"got dataset.transform {cfg.dataset.transform!r} and clip_start "
-            f"{cfg.dataset.clip_start!r} to keep in a feature cache; expected clips that are the "
+            f"got dataset.transform {cut[0]!r}, clip_start {cut[1]!r} and noise_augmentation "
+            f"{cfg.noise_augmentation} to keep in a feature cache; expected clips that are the "
             "same in every epoch; set dataset.transform=resize_center_crop "
-            "dataset.clip_start=middle, for the cache and for the training"
-        )
-
-    if cfg.noise_augmentation:
-        raise ValueError(
-            "got noise_augmentation for a feature cache; expected clips that are the same in every "
-            "epoch; remove noise_augmentation, or train without a cache"
+            "dataset.clip_start=middle noise_augmentation=False, for the cache and the training"
         )
 
     if cfg.dataset.type == "CachedFeatures":
@@ -147,10 +140,11 @@ class CacheWriter:
             shards = self.shards()
             encoded: set[Key] = set().union(*(shard.clips for shard in shards))
             corrupt: set[Key] = set().union(*(shard.corrupt for shard in shards))
+            done = encoded | corrupt
             todo: dict[int, list[ClipShape]] = {}
             for shape, clips in clips_used(plan, self.cfg.max_steps, corrupt).items():
                 for clip in clips.tolist():
-                    if (clip, shape) not in encoded | corrupt:
+                    if (clip, shape) not in done:
                         todo.setdefault(clip, []).append(shape)
             if not todo:
                 break
@@ -162,7 +156,9 @@ class CacheWriter:
                 "check the manifest"
             )
         if self.rank == 0:
-            self._write_index(shards, {shape for _, shape in encoded | corrupt})
+            self._write_index(shards, {shape for _, shape in done})
+            message = "feature cache %s: latents of %d clips, %d corrupt"
+            logger.info(message, self.folder, len(encoded), len(corrupt))
 
     def shards(self) -> list[Shard]:
         """All that are complete, in order.
@@ -245,20 +241,10 @@ class CacheWriter:
             },
             sizes={shape_name(shape): self.encoders.latent_size(shape) for shape in sorted(shapes)},
             shards={shard.path.name: shard.checksum for shard in shards},
-            manifest_columns=self.dataset.fingerprint,
             manifest_sha256=file_digest(self.folder / MANIFEST),
         )
         text = json.dumps(sealed(index.model_dump(mode="json"))) + "\n"
         self.disk.write_file(self.folder / INDEX, text.encode())
-
-        cache = CachedFeatures(str(self.folder))
-        logger.info(
-            "feature cache %s: latents of %d clips in %d shapes, %d corrupt",
-            self.folder,
-            sum(map(len, cache.latents.values())),
-            len(cache.sizes),
-            len(cache.corrupt),
-        )
 
 
 def _requests(todo: dict[int, list[ClipShape]]) -> list[ReadRequest]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Set
 from typing import Any
@@ -15,6 +14,7 @@ from opensora_sp.data.cache import Key, shape_name
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.models.extra_inputs import resolved_axes
 
+from .same_clips import by_name
 from .sharded import MAX_SUBSTITUTES
 
 # Options of a dataset that decide how its clips are cut.
@@ -41,24 +41,13 @@ def made_of(cfg: TrainConfig, rows: Manifest) -> dict[str, Any]:
         parts[f"{key}.weights"] = source and weights_digest(source, options.get("subfolder"))
 
     parts |= {f"dataset.{name}": getattr(cfg.dataset, name) for name in CUT_BY}
-    parts["dataset.manifest"] = manifest_digest(rows)
+    parts |= by_name(rows.fingerprint)
     if cfg.extra_files is not None:
         spec = cfg.model_spec
         parts["model.extra_inputs"] = resolved_axes(spec.model_class.extra_inputs, spec.config)
     # Tuples become lists, as they are read back from the index.
     fingerprint: dict[str, Any] = json.loads(json.dumps(parts, default=str))
     return fingerprint
-
-
-def manifest_digest(rows: Manifest) -> str:
-    """SHA-256 of paths, captions and sizes, in their order, and of paths of further inputs."""
-    digest = hashlib.sha256()
-    for column in (rows.paths, rows.texts, *rows.files.values()):
-        for line in column:
-            digest.update(f"{line}\0".encode())
-    for name in ("num_frames", "height", "width"):
-        digest.update(rows.column(name).tobytes())
-    return digest.hexdigest()
 
 
 def check_made_of(made: dict[str, Any], wanted: dict[str, Any], folder: str) -> None:
@@ -76,31 +65,23 @@ def check_made_of(made: dict[str, Any], wanted: dict[str, Any], folder: str) -> 
             differing.append(f"{key} {ours!r} (there {theirs!r})")
 
     if differing:
-        hint = ""
-        if any(".weights " in text for text in differing):
-            hint = (
-                " (weights are compared by the bytes of their files, which opensora-sp convert "
-                "changes: from_pretrained may be the folder from before, of which training from a "
-                "cache loads nothing)"
-            )
         raise ValueError(
             f"got {', '.join(differing)} with the feature cache {folder!r}; expected what it was "
-            f"made with; change the config back{hint}, or make another cache of it: "
-            "opensora-sp precompute CONFIG -o FOLDER"
+            "made with (weights: files of the same bytes); change the config back, or make another "
+            "cache of it: opensora-sp precompute CONFIG -o FOLDER"
         )
 
 
 def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
     """Raise ValueError unless the cache was made of what the config would encode."""
-    made = dataset.index.made_of
-    wanted = made_of(cfg, dataset.rows)
-    # The cache has its own copy of the manifest, with absolute paths.
-    wanted["dataset.manifest"] = made["dataset.manifest"]
-    if cfg.dataset.manifest is not None:
+    if cfg.dataset.manifest is None:
+        # The cache has its own copy of the manifest, with absolute paths.
+        wanted = made_of(cfg, dataset.rows) | by_name(dataset.fingerprint)
+    else:
         files = () if cfg.extra_files is None else cfg.extra_files.names
         rows = Manifest(cfg.dataset.manifest, files, captions=cfg.dataset.captions)
-        wanted["dataset.manifest"] = manifest_digest(rows)
-    check_made_of(made, wanted, str(dataset.folder))
+        wanted = made_of(cfg, rows)
+    check_made_of(dataset.index.made_of, wanted, str(dataset.folder))
 
 
 def check_clips(cfg: TrainConfig, dataset: CachedFeatures, plan: BatchPlan) -> None:

@@ -21,9 +21,8 @@ ENOUGH_READ = 100
 class CorruptSamples:
     """Counts clips that were read and clips that were substituted because they were corrupt.
 
-    ``read`` and ``substituted`` count micro-batches that this rank has shared; with a
-    fixed ``sp_size`` they are equal on all ranks of a group. ``files_read`` counts the clips that
-    were read by file suffix.
+    ``read`` and ``substituted`` count micro-batches of whose group this rank is the first, so that
+    a sum over ranks counts each. ``files_read`` counts by suffix those that this rank has shared.
 
     Args:
         rows: the manifest that the clips are from.
@@ -34,8 +33,6 @@ class CorruptSamples:
         self.rows, self.mesh, self.max_bad_fraction = rows, mesh, max_bad_fraction
         self.files_read: Counter[str] = Counter()
         self.read, self.substituted = 0, 0
-        # Of micro-batches of which this rank is the first, so that a sum over ranks counts each.
-        self._read_as_first, self._substituted_as_first = 0, 0
         self.found: dict[str, str] = {}  # path -> reason, of all ranks after ``report``
         self._unreported: dict[str, str] = {}
         self._error = ""
@@ -54,15 +51,13 @@ class CorruptSamples:
         """Count the clips of a micro-batch, after substitution."""
         suffixes = [self.rows[index].path.suffix for index in ids]
         self.files_read.update(suffixes)
-        self.read += len(suffixes)
         if self.mesh.sp_rank == 0:
-            self._read_as_first += len(suffixes)
+            self.read += len(suffixes)
 
     def count_substituted(self, places: Sized) -> None:
         """Count the clips of the current group's micro-batch that are substituted."""
-        self.substituted += len(places)
         if self.mesh.sp_rank == 0:
-            self._substituted_as_first += len(places)
+            self.substituted += len(places)
 
     @property
     def last(self) -> str:
@@ -77,8 +72,7 @@ class CorruptSamples:
                 ``raise_in_report``.
         """
         unreported = len(self._unreported) + bool(self._error)
-        local_counts = [self._read_as_first, self._substituted_as_first, unreported]
-        counts = torch.tensor(local_counts, device=device)
+        counts = torch.tensor([self.read, self.substituted, unreported], device=device)
         dist.all_reduce(counts)
         read, substituted, unreported = map(int, counts.tolist())
 

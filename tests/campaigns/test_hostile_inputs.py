@@ -18,6 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -319,7 +320,7 @@ def manifest(attack: Attack) -> Reader:
 
 def read_clips(path: Path) -> None:
     rows = Manifest(path)
-    assert rows.fingerprint and len(list(rows[:100])) > 0
+    assert rows.fingerprint and len(list(islice(rows, 100))) > 0
 
 
 def hostile_csv(attack: Attack) -> bytes:
@@ -559,7 +560,6 @@ def feature_cache(attack: Attack) -> Reader:
         "source": source,
         "sizes": {"x".join(map(str, SIZE)): [2, 4, 4]},
         "shards": {name: CacheShard.read(folder / name).checksum},
-        "manifest_columns": {},
     }
     if random.random() < 0.3:
         index["shards"] = {attack.path_out: 1}

@@ -157,7 +157,7 @@ def refused(folder: Path) -> None:
     manifest.write_text(manifest.read_text().replace("actions-1.npy", "actions-2.npy"))
     assert make_dataset(cfg).fingerprint != before
     for old, new, message in [
-        ("actions-1.npy", "", "1 clips without actions, clip 2 is the first"),
+        ("actions-1.npy", "", "without actions for clip 2; expected a file"),
         (",actions\n", ",action\n", "expected path and text and actions; add actions"),
     ]:
         text = manifest.read_text().replace("actions-2.npy\n2", "actions-1.npy\n2")
@@ -228,7 +228,7 @@ def cached(folder: Path) -> None:
     for change, message in (
         ({"model": cfg.model | {"action_size": 4}}, "'frames 4'.*there .*'frames 3'"),
         ({"dataset": cfg.dataset.model_copy(update={"manifest": str(changed(folder))})},
-         "got dataset.manifest"),
+         "got dataset.manifest actions"),
         ({"model": {"type": "STDiT3"}}, "model.extra_inputs None .there .*'actions'"),
     ):  # fmt: skip
         other = cfg.model_copy(update=change)

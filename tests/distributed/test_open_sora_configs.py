@@ -328,7 +328,7 @@ def test_they_train(tmp_path: Path) -> None:
         one._replace(path=Path(one.path.name), num_frames=6, height=180, width=320)
         for one in Manifest(manifest)
     ]
-    frames = [rows[0], rows[1], *(Entry(one.path, one.text, 1, 180, 320) for one in rows[2:])]
+    frames = [rows[0], rows[1], *(Entry(one.path, one.text, 1, 180, 320) for one in list(rows)[2:])]
     write_manifest(tmp_path / "mixed.csv", frames)
     found = run_ranks(2, train_them, tmp_path)[0]
 

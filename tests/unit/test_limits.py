@@ -27,7 +27,6 @@ from opensora_sp.checkpoint import open_adapters, open_weights, saved_config, ve
 from opensora_sp.checkpoint.checkpoint_folder import resolve_inside
 from opensora_sp.checkpoint.pretrained import saved_license
 from opensora_sp.cli.sample import parse
-from opensora_sp.common.files import parse_json
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import (
     Clip,
@@ -122,7 +121,6 @@ def raw_avi(path: Path, side: int) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("reader", READERS)
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(
     tmp_path: Path, reader: Callable[[Path], object]
@@ -130,12 +128,8 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(
     # 432 MB as pixels; the decoder would allocate them for the first row.
     (tmp_path / "bomb.png").write_bytes(png(12_000, 12_000, rows=9))
     refusal = refusal_within(MEMORY, lambda: reader(tmp_path / "bomb.png"))
-    assert refusal.startswith("ValueError") and "12,000 x 12,000 pixels" in refusal
-    assert "expected at most 67,108,864 (limits.frame_pixels)" in refusal
-
-    (tmp_path / "larger.png").write_bytes(png(100_000, 100_000, rows=1))
-    with pytest.raises(ValueError, match="Pillow refuses .*expected a smaller one"):
-        reader(tmp_path / "larger.png")
+    assert refusal.startswith("ValueError") and "no size, or a larger one" in refusal
+    assert "expected at most 67,108,864 pixels in a frame (limits.frame_pixels)" in refusal
 
 
 def test_a_frame_is_larger_than_its_header_states(tmp_path: Path) -> None:
@@ -176,31 +170,16 @@ def test_large_images_are_a_question_of_the_limits(tmp_path: Path) -> None:
     assert "limits.frame_pixels" in found.corrupt[0].reason and not found.entries
 
 
-def test_an_image_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
-    """FFmpeg looks for the end of an image in all of its file."""
-    path = tmp_path / "sparse.png"
-    path.write_bytes(png(48, 64)[:33] + struct.pack(">I", 1 << 30) + b"IDAT")
-    os.truncate(path, 1 << 40)
-    began = time.process_time()
-    refusal = refusal_within(MEMORY, lambda: read_frames(path))
-    assert "or an image of at most 8 bytes for each of limits.frame_pixels" in refusal
-    assert time.process_time() - began < 2
-
-
-def test_an_animation_of_too_many_bytes_is_not_read(tmp_path: Path) -> None:
-    """A frame without an end is collected as long as there are bytes."""
-    path = tmp_path / "sparse.gif"
+@pytest.mark.parametrize("suffix", ["gif", "png"])
+def test_an_image_of_too_many_bytes_is_not_read(tmp_path: Path, suffix: str) -> None:
+    """FFmpeg looks for the end of an image, or of an animation's frame, in all of its file."""
+    path = tmp_path / f"sparse.{suffix}"
     Image.new("RGB", (64, 48)).save(path)
     assert count_frames(path) == 1
     os.truncate(path, 1 << 40)
     for reader in READERS:
         refusal = refusal_within(MEMORY, lambda reader=reader: reader(path))
         assert "or an image of at most 8 bytes for each of limits.frame_pixels" in refusal
-
-
-def test_default_limits_admit_ordinary_videos() -> None:
-    Limits().check("20 s of 4K", 600, 2160, 3840)
-    Limits().check("a minute of 1080p", 1800, 1080, 1920)
 
 
 def test_every_layout_of_ranks_refuses_the_same_clips(tmp_path: Path) -> None:
@@ -395,13 +374,6 @@ def test_a_small_file_of_any_size_takes_no_memory(tmp_path: Path, name: str) -> 
     # A lock or a card without its content is none.
     if not message.startswith("nothing: None"):
         assert re.search(r"Error: got .* of more than [\d,]+ bytes; expected", message), message
-
-
-def test_deep_json_stays_within_memory() -> None:
-    deep = "[" * 1_000_000
-    assert "expected JSON nested at most 100 deep" in refusal_within(
-        MEMORY, lambda: parse_json(deep, "here")
-    )
 
 
 def test_limits_are_checked_with_the_config() -> None:

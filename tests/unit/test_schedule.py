@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan, Sample, StepLoader
+from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan
 from opensora_sp.data.schedule import Assigned, ScheduledBatches, busy_seconds, schedule
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, groups_with, nested_groups
 
@@ -130,53 +130,6 @@ def test_a_step_of_a_thousand_micro_batches_is_scheduled_in_time() -> None:
     assert time.process_time() - start < 3
     busy = busy_seconds(assigned, 256, seconds)
     assert busy.max() / busy.mean() < 1.01
-
-
-class Echo:
-    """A dataset whose items are the samples asked for."""
-
-    def __getitem__(self, sample: Sample) -> Sample:
-        return sample
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_loader_yields_each_rank_its_own_micro_batches(num_workers: int) -> None:
-    """Two on five ranks: each in two or three of them, and with one on each some have none."""
-    plan = MicroBatchPlan(
-        num_samples=23, batch_size=3, micro_batches_per_step=2, seed=5, shape=ClipShape(1, 8, 8)
-    )
-    family = nested_groups(5, NODE)
-
-    def alone(one: MicroBatch, group: RankGroup) -> float:
-        return 1.0 if group.size == 1 else math.inf
-
-    for predicted, members in [(least_ranks(1), 5), (alone, 2)]:
-        seen: list[set[tuple[int, RankGroup]]] = [set(), set()]
-        counted = 0
-        for rank in range(5):
-            batches = ScheduledBatches(
-                plan,
-                start=4,
-                stop=6,
-                rank=rank,
-                family=family,
-                seconds=predicted,
-            )
-            loader = StepLoader(Echo(), batches, num_workers=num_workers, seed=0)  # type: ignore[arg-type]
-            for number, step in enumerate(loader):
-                assert step.micro_batches == plan.step(4 + number) and step.num_samples == 6
-                loaded = list(step.loaded)
-                for one in loaded:
-                    assert one.group is not None and rank in one.group
-                    assert one.items == one.micro_batch.samples
-                    seen[number].add((one.micro_batch.number, one.group))
-                counted += len(loaded)
-
-        for number, of_step in enumerate(seen):
-            assert {one for one, _ in of_step} == {one.number for one in plan.step(4 + number)}
-            # One group for each.
-            assert len(of_step) == 2
-        assert counted >= 2 * members
 
 
 def test_a_ledger_has_each_clip_once_also_when_another_world_resumes() -> None:
