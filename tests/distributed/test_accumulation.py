@@ -37,7 +37,7 @@ from opensora_sp.config import TrainConfig, build_component, load_train_config
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import MicroBatch
 from opensora_sp.features.build import make_dataset, make_plan, make_source, micro_batches_of_step
-from opensora_sp.parallel.debug.communication import listening
+from opensora_sp.parallel.communication import listening
 from opensora_sp.plugin import SequenceParallelPlugin
 from opensora_sp.training import trainer
 from opensora_sp.training.preflight import check_resume

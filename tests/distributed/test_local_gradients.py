@@ -227,7 +227,7 @@ def one_rank_skips_for_all(stage: int, precision: str, fused: bool | None) -> No
 
 def sums_are_fp32_and_reduced_once(stage: int) -> None:
     """Small gradients that 16 bits would lose; nothing is sent before the step."""
-    from opensora_sp.parallel.debug.communication import listening
+    from opensora_sp.parallel.communication import listening
 
     heard: list[tuple[str, bool]] = []
 
@@ -319,15 +319,6 @@ def sent_pieces() -> Iterator[list[int]]:
         yield sizes
 
 
-def a_step_reduces_pieces_of_eight_buckets() -> None:
-    module, _, _, optimizer = numbers(2, "fp32")
-    optimizer._reduce_bucket_size = 1
-    optimizer.backward(module.loss(1.0))
-    with sent_pieces() as pieces:
-        optimizer.step()
-    assert len(pieces) > 1 and max(pieces) == 8 * optimizer._reduce_bucket_size
-
-
 def resumes_exactly(folder: Path, stage: int) -> None:
     """Three steps, and two with a checkpoint between, on ranks with different work."""
 
@@ -351,16 +342,6 @@ def resumes_exactly(folder: Path, stage: int) -> None:
     assert_equal(everything(resumed), everything(optimizer))
 
 
-def refusals() -> None:
-    for options, message in [
-        (dict(overlap_communication=True), "got overlap_communication=True with accumulate_loc"),
-        (dict(communication_dtype=torch.bfloat16), "got communication_dtype with accumulate_loc"),
-        (dict(fp8_communication=True), "got fp8_communication with accumulate_locally"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            numbers(1, "fp32", **options)
-
-
 def behaviour(folder: Path) -> None:
     for stage in (1, 2):
         for precision in ("fp32", "bf16", "fp16"):
@@ -370,21 +351,6 @@ def behaviour(folder: Path) -> None:
         is_the_other_way_to_accumulate(stage)
         resumes_exactly(folder, stage)
     pieces_do_not_matter()
-    a_step_reduces_pieces_of_eight_buckets()
-    refusals()
-
-
-def faults_are_noticed() -> None:
-    """Parity fails where ranks do not average, or a padded gradient has another place."""
-    from opensora_sp.plugin.local_gradients import LocalGradients
-
-    def lost(local: LocalGradients, parameter: Tensor, gradient: Tensor) -> None:
-        add(local, parameter, gradient.flip(0))
-
-    add = LocalGradients.add
-    for name, fault in [("_reduce_piece", lambda *args: None), ("add", lost)]:
-        with mock.patch.object(LocalGradients, name, fault), pytest.raises(AssertionError):
-            follows_one_process(2, "fp32", False)
 
 
 @pytest.mark.parametrize(
@@ -397,10 +363,6 @@ def test_steps_equal_one_process_whatever_each_rank_runs(world: int) -> None:
 
 def test_how_gradients_are_accumulated(tmp_path: Path) -> None:
     run_ranks(2, behaviour, tmp_path)
-
-
-def test_parity_fails_with_faults() -> None:
-    run_ranks(2, faults_are_noticed)
 
 
 def test_a_piece_of_one_column_is_sent_without_strides() -> None:

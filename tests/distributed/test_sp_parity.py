@@ -40,7 +40,21 @@ SIZES_AND_PATCHES = [
     ((2, 5, 5, 7), (2, 2, 2)),
     ((3, 3, 6, 5), (1, 2, 2)),
 ]
+STDIT2 = [  # which pads what its patch does not divide
+    Case((1, 5, 7, 9), checkpoint=True, model="STDiT2"),
+    Case((2, 3, 5, 6), mask=True, model="STDiT2"),
+    Case((1, 1, 4, 3), checkpoint=True, model="STDiT2"),  # an image
+    replace(FULL, size=(3, 5, 6, 5), output="full", model="STDiT2"),
+    replace(FULL, size=(2, 5, 5, 7), patch=(2, 2, 2), checkpoint=True, model="STDiT2"),
+    replace(FULL, size=(1, 8, 5, 5), checkpoint=True, model="STDiT2"),
+]
+STDIT_SIZES = [(1, 5, 6, 10), (2, 3, 6, 2), (1, 1, 4, 6), (3, 5, 6, 2), (2, 6, 6, 6), (1, 8, 6, 6)]
+STDIT = [
+    replace(case, model="STDiT", size=size) for case, size in zip(STDIT2, STDIT_SIZES, strict=True)
+]
 CASES = [
+    *STDIT,
+    *STDIT2,
     *PLAIN,
     *(replace(case, checkpoint=True) for case in PLAIN[:4]),
     Case((1, 2, 3, 5), heads=4, checkpoint=True),  # two frames: heads are split from three ranks on
