@@ -31,7 +31,7 @@ from .mesh import SequenceMesh
 from .typed import Args, Kwargs
 
 # What to do where entries of a kind differ, by the first word of their names. Differences of an
-# earlier kind cause those of a later one.
+# earlier kind cause differences of a later one.
 REMEDIES = {
     "options": "pass the same options of parallelize on every rank",
     "strategies": "call register_strategy alike, in the same order, on every rank",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -289,67 +287,23 @@ def is_the_other_way_to_accumulate(stage: int) -> None:
 def pieces_do_not_matter() -> None:
     from opensora_sp.plugin.local_gradients import LocalGradients
 
-    found, world = [], dist.get_world_size()
+    found = []
     for max_elements in (1, 7, 10**6):
         parameters = list(Numbers())
         local = LocalGradients(parameters)
         for number, parameter in enumerate(parameters):
             local.add(parameter, parameter.detach() * (1 + number + dist.get_rank()))
-
-        with sent_pieces() as pieces:
-            found.append(torch.cat(local.reduce(max_elements)))
-        width = local.sums.shape[1]
-        assert sum(pieces) == world * width
-        # As large as they may be, but at least an element for each rank.
-        assert max(pieces) == world * min(width, max(1, max_elements // world))
+        found.append(torch.cat(local.reduce(max_elements)))
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
 
 
-@contextmanager
-def sent_pieces() -> Iterator[list[int]]:
-    """The elements of each reduce-scatter in this context."""
-    sizes: list[int] = []
-    reduce_scatter = dist.reduce_scatter_tensor
-
-    def counted(received: Tensor, sent: Tensor) -> None:
-        sizes.append(sent.numel())
-        reduce_scatter(received, sent)
-
-    with mock.patch.object(dist, "reduce_scatter_tensor", counted):
-        yield sizes
-
-
-def resumes_exactly(folder: Path, stage: int) -> None:
-    """Three steps, and two with a checkpoint between, on ranks with different work."""
-
-    def step(module: Numbers, optimizer: Any, number: int) -> None:
-        for part in range((dist.get_rank() + number) % 2 + 1):
-            optimizer.backward(module.loss(0.3 * part + number))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    module, booster, model, optimizer = numbers(stage, "bf16")
-    for number in range(2):
-        step(module, optimizer, number)
-    booster.save_model(model, str(folder / f"{stage}.safetensors"), use_safetensors=True)
-    booster.save_optimizer(optimizer, str(folder / f"optimizer{stage}.safetensors"))
-    step(module, optimizer, 2)
-
-    again, booster, model, resumed = numbers(stage, "bf16")
-    booster.load_model(model, str(folder / f"{stage}.safetensors"))
-    booster.load_optimizer(resumed, str(folder / f"optimizer{stage}.safetensors"))
-    step(again, resumed, 2)
-    assert_equal(everything(resumed), everything(optimizer))
-
-
-def behaviour(folder: Path) -> None:
+def behaviour() -> None:
     for stage in (1, 2):
         for precision in ("fp32", "bf16", "fp16"):
             for fused in (None, False):
                 one_rank_skips_for_all(stage, precision, fused)
         sums_are_fp32_and_reduced_once(stage)
         is_the_other_way_to_accumulate(stage)
-        resumes_exactly(folder, stage)
     pieces_do_not_matter()
 
 
@@ -361,8 +315,8 @@ def test_steps_equal_one_process_whatever_each_rank_runs(world: int) -> None:
     run_ranks(world, parity)
 
 
-def test_how_gradients_are_accumulated(tmp_path: Path) -> None:
-    run_ranks(2, behaviour, tmp_path)
+def test_how_gradients_are_accumulated() -> None:
+    run_ranks(2, behaviour)
 
 
 def test_a_piece_of_one_column_is_sent_without_strides() -> None:

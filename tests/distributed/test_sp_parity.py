@@ -28,10 +28,8 @@ from parity_cases import (
 from ranks import run_ranks
 
 from opensora_sp.models import Point, build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, unwrap
-from opensora_sp.parallel.collectives import exchange
+from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
 EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
@@ -174,34 +172,6 @@ def sample_then_train() -> None:
 
 def test_training_after_sampling_and_the_groups() -> None:
     run_ranks(2, sample_then_train)
-
-
-def compiled_switch() -> None:
-    """The switch is part of one compiled graph, forward and backward, with equal results."""
-    axes, cpu = BatchAxes(1, 5, 6), torch.device("cpu")
-    plan = plan_exchange(
-        axes, SPATIAL_ROWS, TEMPORAL_ROWS, dist.get_world_size(), dist.get_rank(), cpu
-    )
-
-    def around(x: torch.Tensor) -> torch.Tensor:
-        return exchange(x * 2, plan, dist.group.WORLD).sin()
-
-    results = []
-    for function in (around, torch.compile(around, fullgraph=True, backend="aot_eager")):
-        x = torch.randn(
-            len(plan.pack), 3, generator=torch.Generator().manual_seed(0), requires_grad=True
-        )
-        with CommLedger() as counter:
-            y = function(x)
-            y.square().sum().backward()
-        assert counter.calls == {("switch", "forward"): 1, ("switch", "backward"): 1}
-        results.append((y, x.grad))
-    (y, grad), (compiled_y, compiled_grad) = results
-    assert torch.equal(y, compiled_y) and torch.equal(grad, compiled_grad)
-
-
-def test_torch_compile_takes_the_switch_into_its_graph() -> None:
-    run_ranks(3, compiled_switch)
 
 
 def test_sp_size_1_is_bitwise_the_bare_model_and_unwrap_restores_it() -> None:

@@ -71,15 +71,6 @@ def test_dicts_and_files_hold_everything(name, tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == ["rates.json"]
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    path = tmp_path / "rates.json"
-    write_cost_model(path, CPU, FACTS)
-    with pytest.raises(TypeError):
-        write_cost_model(path, H100, {**FACTS, "date": object()})
-    assert read_cost_model(path) == CPU
-    assert [one.name for one in tmp_path.iterdir()] == ["rates.json"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
