@@ -54,8 +54,8 @@ from opensora_sp.config import load_train_config
 from opensora_sp.data import Entry, write_manifest, write_video
 from opensora_sp.data.loader import StepBatches
 from opensora_sp.parallel import CommLedger, shutdown_process_group
+from opensora_sp.parallel.communication import listening
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.debug.communication import listening
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.memory import memory_for
 from opensora_sp.runtime.cost_model_file import write_cost_model

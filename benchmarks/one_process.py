@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.time_limit import limit_time
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
-from opensora_sp.parallel.debug.input_check import InputCheck
+from opensora_sp.parallel.input_check import InputCheck
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from opensora_sp.common.console import config_arguments
 from opensora_sp.config import load_train_config
-from opensora_sp.parallel.debug.parity import Verdict
+from opensora_sp.parallel.parity import Verdict
 from opensora_sp.parallel.strategies import WholeSamples
 from opensora_sp.training.sp_verification import verify_config
 

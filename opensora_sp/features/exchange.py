@@ -23,7 +23,7 @@ from torch import Tensor
 
 from opensora_sp.encoders import Piece
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.parallel.debug.communication import communicating, record
+from opensora_sp.parallel.communication import communicating, record
 from opensora_sp.parallel.layout import ExchangePlan, balanced_range
 
 

@@ -1,6 +1,6 @@
 """Sequence parallelism in plain torch: mesh, layouts, strategies, hooks attached to a model."""
 
-from .debug.communication import CommLedger, CommTimer
+from .communication import CommLedger, CommTimer
 from .engine import Shard
 from .mesh import SequenceMesh, check_sp_size
 from .options import Options

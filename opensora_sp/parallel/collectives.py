@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opensora_sp.common.graphs import Context, Once, Pair, uncompiled
 
-from .debug.communication import communicating, record
+from .communication import communicating, record
 from .layout import ExchangePlan
 from .mesh import ImaginedGroup
 from .typed import once_differentiable

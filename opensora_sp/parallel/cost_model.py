@@ -151,26 +151,18 @@ class CostModel:
         Raises:
             ValueError: if a name is missing or unknown, or a value is no such rate.
         """
-        given = set(values) if isinstance(values, dict) else set()
-        names = {rate.name for rate in fields(cls)}
-        if given != names:
+        expected = H100.to_dict()
+        given = values if isinstance(values, dict) else {}
+        wrong = sorted(expected.keys() ^ given.keys())
+        for name in sorted(expected.keys() & given.keys()):
+            if _kind(given[name]) != _kind(expected[name]):
+                wrong.append(name)
+        if wrong:
             raise ValueError(
-                f"got a cost model without {sorted(names - given)} and with the unknown "
-                f"{sorted(given - names)}; expected the names of opensora_sp.parallel.cost_model."
-                "CostModel; measure it anew with opensora-sp plan --calibrate FILE"
+                f"got a cost model with other {wrong}; expected names and values like {expected}; "
+                "measure it anew with opensora-sp plan --calibrate FILE"
             )
-
-        for name, rate in values.items():
-            if not _is_like(rate, getattr(H100, name)):
-                raise ValueError(
-                    f"got {name} {rate!r} in a cost model; expected a value like "
-                    f"{getattr(H100, name)!r}; measure it anew with opensora-sp plan --calibrate "
-                    "FILE"
-                )
-        read: dict[str, Any] = {}
-        for name, rate in values.items():
-            read[name] = tuple(rate) if isinstance(rate, list) else rate
-        return cls(**read)
+        return cls(**{**given, "attention_tile": tuple(given["attention_tile"])})
 
 
 # NVLink 4: 350 of 450 GB/s are assumed.
@@ -228,13 +220,6 @@ class ChunkCosts:
         ratio = self.switch / self.further_chunk
         return max(1, math.ceil((math.sqrt(1 + 4 * ratio) - 1) / 2))
 
-    def describe(self) -> str:
-        return (
-            f"a switch sends {self.num_bytes / 1e6:.3g} MB {self.link.name} in "
-            f"{self.switch * 1e3:.2g} ms at {self.link.bandwidth / 1e9:g} GB/s, and one more chunk "
-            f"takes {CHUNK_LAUNCHES} launches, {self.further_chunk * 1e3:.2g} ms"
-        )
-
 
 def block_flops(tokens: int, width: int) -> float:
     """Forward work of a block without attention scores: 28 C^2 a token, with an MLP of 4 C."""
@@ -250,8 +235,8 @@ def _padded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _is_like(rate: Any, sample: Any) -> bool:
-    """True if a value of JSON stands for a rate of the sample's type."""
-    if isinstance(sample, tuple):
-        return isinstance(rate, list) and [type(n) for n in rate] == [int] * len(sample)
-    return type(rate) in ((int, float) if isinstance(sample, float) else (type(sample),))
+def _kind(rate: Any) -> Any:
+    """What a value of JSON has to share with another rate in its place."""
+    if isinstance(rate, list):
+        return [type(number) for number in rate]
+    return float if type(rate) is int else type(rate)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .batch_shape import BatchShape, Grid, LatentRows, Rows, alternates
 from .collectives import gather_rows
-from .debug.input_check import InputCheck
+from .input_check import InputCheck
 from .mesh import SequenceMesh
 from .options import Options
 from .shard_plan import ShardPlan
@@ -76,21 +76,6 @@ class Shard:
 
     tensor: Tensor
     layout: LatentRows
-
-    def combine(self, function: Callable[..., Tensor], *others: Shard) -> Shard:
-        """``function(tensor, *tensors of the others)`` as a shard of the same layout.
-
-        Raises:
-            ValueError: if the shards hold different rows.
-        """
-        for other in others:
-            if other.layout != self.layout:
-                raise ValueError(
-                    f"got shards of different layouts, {_described(self.layout)} and "
-                    f"{_described(other.layout)}; expected the same rows of the same batch; "
-                    "combine outputs of batches of one shape"
-                )
-        return Shard(function(self.tensor, *(other.tensor for other in others)), self.layout)
 
 
 class SequenceParallel:

@@ -96,16 +96,15 @@ class SequenceMesh:
         # torchrun sets the number of ranks on this node; without it, there is one node.
         self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
-        self.own: tuple[SequenceGroup, ...]
         self.dp_group: Any = None
         if sp_size == AUTO:
             self.family = nested_groups(world, self.ranks_per_node)
             self.dp_size, self.dp_rank = 1, 0
-            self.own = self._nested_groups()
         else:
             self.family = fixed_groups(world, sp_size)
             self.dp_size, self.dp_rank = world // sp_size, self.rank // sp_size
-            self.own = (self._replica(sp_size),)
+            self.dp_group = self._peers(sp_size)
+        self.own = self._groups_of_rank(nested=sp_size == AUTO)
         self._current = self.own[0]
 
     @classmethod
@@ -186,51 +185,52 @@ class SequenceMesh:
             return f"SequenceMesh('auto', sp_sizes={group_sizes(self.family)}, rank={self.rank})"
         return f"SequenceMesh(dp_size={self.dp_size}, sp_size={self.sp_size}, rank={self.rank})"
 
-    def _replica(self, sp_size: int) -> SequenceGroup:
-        """This rank's group of a fixed size; also sets ``dp_group``."""
-        replicas = [list(group.ranks) for group in self.family]
-        peers = [list(ranks) for ranks in zip(*replicas, strict=True)]
-        sp_group = _my_group(replicas, self.rank, self.world_size)
-        self.dp_group = _my_group(peers, self.rank, self.world_size)
-
-        # The ranks of sp_group, for tensors on the CPU.
-        host_group = sp_group
-        if _needs_twin(sp_group):
-            host_group = _my_group(replicas, self.rank, self.world_size, backend=host_backend())
-
-        return SequenceGroup(
-            self.family[self.dp_rank],
-            self.rank % sp_size,
-            sp_group,
-            host_group,
-            spans_nodes(self.world_size, sp_size, self.ranks_per_node),
-        )
-
-    def _nested_groups(self) -> tuple[SequenceGroup, ...]:
-        """This rank's groups of a nested family, and communicators where they have several ranks.
+    def _groups_of_rank(self, *, nested: bool) -> tuple[SequenceGroup, ...]:
+        """This rank's groups of the family, and communicators where they have several ranks.
 
         Every rank creates all of them, in the order of the family, so that torch names a group
         alike on its members. With ``use_local_synchronization`` it derives the name from how many
         groups a rank has, which may differ. Nobody waits in a cycle: members connect from the
         largest group to the smallest.
         """
-        rank_groups, needs_twins = [], _needs_twin(dist.group.WORLD)
+        needs_twins = dist.is_initialized() and _needs_twin(dist.group.WORLD)
+        rank_groups = []
         for ranks in self.family:
-            sp_group = host_group = _group_of(ranks, self.world_size)
-            if needs_twins:
-                host_group = _group_of(ranks, self.world_size, backend=host_backend())
+            sends = ranks.size > 1 or not nested
+            sp_group = host_group = self._process_group(ranks.ranks) if sends else None
+            if needs_twins and sends:
+                host_group = self._process_group(ranks.ranks, host_backend())
             if self.rank not in ranks:
                 continue
 
-            if needs_twins and ranks.size > 1:
+            if nested and needs_twins and sends:
                 # NCCL connects ranks in the first all-to-all. Its memory is taken at the start.
                 sent = torch.zeros(ranks.size, device="cuda")
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=sp_group)
-            spans = ranks.spans_nodes(self.ranks_per_node)
-            rank_groups.append(
-                SequenceGroup(ranks, self.rank - ranks.start, sp_group, host_group, spans)
-            )
+
+            # Replicas of a fixed size choose alike.
+            replicas = [ranks] if nested else self.family
+            spans = any(replica.spans_nodes(self.ranks_per_node) for replica in replicas)
+            sp_rank = self.rank - ranks.start
+            rank_groups.append(SequenceGroup(ranks, sp_rank, sp_group, host_group, spans))
         return tuple(rank_groups)
+
+    def _peers(self, sp_size: int) -> Any:
+        """The process group of ranks with equal ``sp_rank``."""
+        peers = [range(first, self.world_size, sp_size) for first in range(sp_size)]
+        return [self._process_group(ranks) for ranks in peers][self.rank % sp_size]
+
+    def _process_group(self, ranks: range, backend: str | None = None) -> Any:
+        """Create a process group, as every rank must; None without processes."""
+        if not dist.is_initialized():
+            return None
+        if len(ranks) == self.world_size and backend is None:
+            return dist.group.WORLD
+        kind = "dp_size" if ranks.step > 1 else "sp_size"
+        where = "" if backend is None else " on the host"
+        return dist.new_group(
+            list(ranks), backend=backend, group_desc=f"{kind} {len(ranks)}{where}"
+        )
 
 
 def spans_nodes(world_size: int, sp_size: int, ranks_per_node: int) -> bool:
@@ -251,40 +251,9 @@ def check_sp_size(sp_size: SequenceSize, world_size: int) -> None:
         )
 
 
-def _my_group(
-    groups: list[list[int]], rank: int, world: int, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """Create all groups (every rank must) and return the one of this rank."""
-    if not dist.is_initialized():
-        return None
-    if len(groups[0]) == world and backend is None:
-        return dist.group.WORLD
-
-    rank_group: dist.ProcessGroup | None = None
-    for ranks in groups:
-        group = dist.new_group(ranks, backend=backend)
-        if rank in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            rank_group = group
-    return rank_group
-
-
-def _group_of(ranks: RankGroup, world: int, backend: str | None = None) -> Any:
-    """Create a process group of several ranks, as every rank must; None for one rank."""
-    if ranks.size == 1:
-        return None
-    if ranks.size == world and backend is None:
-        return dist.group.WORLD
-    return dist.new_group(
-        list(ranks.ranks),
-        backend=backend,
-        group_desc=f"sp_size {ranks.size}{'' if backend is None else ' on the host'}",
-    )
-
-
 def _needs_twin(group: dist.ProcessGroup | None) -> bool:
     """True if the tensors of the host need another process group."""
-    return group is not None and "gloo" not in dist.get_backend_config(group)
+    return "gloo" not in dist.get_backend_config(group)
 
 
 def host_backend() -> str:

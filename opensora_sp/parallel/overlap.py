@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_to_all
-from .debug.communication import communicating
+from .communication import communicating
 from .layout import ExchangePlan
 from .typed import once_differentiable
 

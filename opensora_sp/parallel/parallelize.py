@@ -79,7 +79,7 @@ def parallelize(
     # After the engine is attached: verification detaches and attaches it.
     if options.verify and mesh.shares_batches:
         # A tool that few runs ask for.
-        from .debug.parity import verify_first_step
+        from .parity import verify_first_step
 
         verify_first_step(model)
     elif options.verify:

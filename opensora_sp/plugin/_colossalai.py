@@ -2,8 +2,7 @@
 
 ColossalAI 0.5.0 warns at import about extras that are absent (apex, tensornvme) and so do packages
 it imports; none of these are needed here. Any other warning passes. Everything of ColossalAI that
-the plugin relies on is imported here, and tests/unit/test_colossalai.py lists what it uses,
-so that a move upstream shows up in one place.
+the plugin relies on is imported here; ``check_colossalai`` refuses other versions.
 """
 
 from __future__ import annotations

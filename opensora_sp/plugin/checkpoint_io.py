@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -175,22 +174,18 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         """Write its state as JSON."""
         with on_rank_0("saving an LR scheduler") as is_rank_0:
             if is_rank_0:
-                try:
-                    text = to_json(_to_json_value(lr_scheduler.state_dict()))
-                except TypeError as error:
+                state = lr_scheduler.state_dict()
+                text = json.dumps(state, default=repr)
+                # Keys of dicts become texts, other objects their description.
+                if json.loads(text) != state:
                     raise ValueError(
-                        f"got a {type(lr_scheduler).__name__} whose state is not JSON ({error}); "
+                        f"got a {type(lr_scheduler).__name__} whose state is not JSON: {text}; "
                         "expected numbers, texts and lists; save what it needs yourself"
-                    ) from None
-                FileSystem().write_file(Path(checkpoint), text)
+                    )
+                FileSystem().write_file(Path(checkpoint), text.encode())
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
-        state = read_json(checkpoint, object_hook=_from_json_value)
-        for key, entry in state.items():
-            # The milestones of MultiStepLR.
-            if isinstance(vars(lr_scheduler).get(key), Counter):
-                state[key] = Counter(entry)
-        lr_scheduler.load_state_dict(state)
+        lr_scheduler.load_state_dict(read_json(checkpoint))
 
     def save_lora_as_pretrained(
         self,
@@ -236,9 +231,6 @@ class _Files:
             self.filesystem.unlink(path)
 
     def finish(self, entries: Mapping[str, dict[str, Any]]) -> None:
-        if self.index is not None:
-            self._remove_old(self.index.path)
-
         for name in entries:
             self.filesystem.rename(self.folder / f".partial-{name}", self.folder / name)
         self.filesystem.flush(self.folder)
@@ -248,18 +240,6 @@ class _Files:
             metadata = {**self.index.metadata, "sha256": digests}
             content = to_json({"metadata": metadata, "weight_map": self.index.weight_map})
             self.filesystem.write_file(self.index.path, content)
-
-    def _remove_old(self, path: Path) -> None:
-        """Remove an earlier save, index first: without it no old file is read as one of the new."""
-        if not path.is_file():
-            return
-
-        files = ShardIndex.read(path).files
-        self.filesystem.unlink(path)
-        self.filesystem.flush(self.folder)
-        for file in files:
-            if file.is_file():
-                self.filesystem.unlink(file)
 
 
 def _model_parts(model: ModelWrapper) -> dict[str, Part]:
@@ -346,16 +326,3 @@ def _safetensors_path(checkpoint: str) -> Path:
             "safetensors; change the name"
         )
     return path
-
-
-def _to_json_value(state: Any) -> Any:
-    """JSON has texts as keys only: other dicts become lists of pairs."""
-    if not isinstance(state, dict):
-        return state
-    if all(isinstance(key, str) for key in state):
-        return {key: _to_json_value(entry) for key, entry in state.items()}
-    return {"__pairs__": [[key, _to_json_value(entry)] for key, entry in state.items()]}
-
-
-def _from_json_value(state: dict[str, Any]) -> dict[Any, Any]:
-    return dict(state["__pairs__"]) if set(state) == {"__pairs__"} else state

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.parallel.debug.communication import communicating
+from opensora_sp.parallel.communication import communicating
 
 from .zero_optimizer import GATHERED_BUCKETS, SequenceZeroOptimizer
 

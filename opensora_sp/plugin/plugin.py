@@ -56,8 +56,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         cast_inputs: cast floating-point inputs of the model to ``precision``. Off by default: the
             models of this package cast what they compute on themselves, and a timestep rounded to
             bf16 is another timestep.
-        overlap_communication: reduce gradients while backward runs; by default on CUDA only, where
-            it exists, and not with ``accumulate_locally``.
+        overlap_communication: reduce gradients while backward runs, on CUDA, where it exists, and
+            without ``accumulate_locally``.
         accumulate_locally: sum gradients on each rank, in fp32, and reduce them once, in ``step``.
             Ranks may then run different numbers of backward passes, or none; see
             ``AccumulatingZeroOptimizer``. It takes 4 bytes per trainable parameter on each rank.
@@ -80,7 +80,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         max_norm: float = 0.0,
         *,
         cast_inputs: bool = False,
-        overlap_communication: bool | None = None,
+        overlap_communication: bool = True,
         accumulate_locally: bool = False,
         initial_scale: float = 2**16,
         sequence_parallel: Mapping[str, Any] | None = None,
@@ -89,11 +89,8 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
     ) -> None:
         use_cpu_if_nothing_else()
         on_cuda = get_accelerator().name == "cuda"
-        _check_arguments(stage, precision, on_cuda, overlap_communication, options)
-        if accumulate_locally:
-            _check_accumulation(overlap_communication, options)
-        if overlap_communication is None:
-            overlap_communication = on_cuda and not accumulate_locally
+        _check_arguments(stage, precision, on_cuda)
+        overlap_communication = overlap_communication and on_cuda and not accumulate_locally
 
         self.sequence_parallel = Options(**(sequence_parallel or {}))
         self.mesh = SequenceMesh(sp_size)
@@ -123,15 +120,13 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
                 mmengine ``Config``; what it lacks has defaults.
         """
         sp_size = getattr(cfg, "sp_size", 1)
-        # True in a config is meant for GPUs; on a CPU there is nothing to overlap.
-        overlap = None if getattr(cfg, "overlap_communication", True) else False
         return cls(
             # Degrees of buckets are a matter of the schedule.
             sp_size="auto" if isinstance(sp_size, Mapping) else sp_size,
             stage=getattr(cfg, "zero_stage", 2),
             precision=getattr(cfg, "precision", "bf16"),
             max_norm=getattr(cfg, "grad_clip", 0.0),
-            overlap_communication=overlap,
+            overlap_communication=getattr(cfg, "overlap_communication", True),
             accumulate_locally=getattr(cfg, "accumulates_locally", False),
             sequence_parallel={
                 **dict(getattr(cfg, "sequence_parallel", None) or {}),
@@ -337,9 +332,7 @@ def _seed_worker(worker: int) -> None:
     random.seed(seed)
 
 
-def _check_arguments(
-    stage: int, precision: str, on_cuda: bool, overlap: bool | None, options: dict[str, Any]
-) -> None:
+def _check_arguments(stage: int, precision: str, on_cuda: bool) -> None:
     if stage not in (1, 2):
         raise ValueError(f"got ZeRO stage {stage}; expected 1 or 2; choose one of these")
 
@@ -350,29 +343,4 @@ def _check_arguments(
     if precision == "fp16" and not on_cuda:
         raise ValueError(
             "got precision 'fp16' on CPU; expected 'fp32' or 'bf16' there; fp16 training needs CUDA"
-        )
-
-    if overlap and not on_cuda:
-        raise ValueError(
-            "got overlap_communication=True on CPU; expected CUDA streams; leave it out"
-        )
-    if options.get("extra_dp_size", 1) != 1:
-        raise ValueError(
-            "got extra_dp_size; expected none: ZeRO shards over the whole dp x sp world; leave it "
-            "out"
-        )
-
-
-def _check_accumulation(overlap: bool | None, options: dict[str, Any]) -> None:
-    """Refuse options that reduce gradients in another way than once per step, in fp32."""
-    if overlap:
-        raise ValueError(
-            "got overlap_communication=True with accumulate_locally, which sends nothing while "
-            "backward runs; expected one of the two; leave overlap_communication out"
-        )
-    given = [name for name in ("communication_dtype", "fp8_communication") if options.get(name)]
-    if given:
-        raise ValueError(
-            f"got {given[0]} with accumulate_locally, which reduces gradients in fp32; expected "
-            "one of the two; leave one out"
         )

@@ -38,14 +38,19 @@ def launch(seed: int, store: RunStore | None = None, *, timeout: timedelta | Non
     if dist.is_initialized():
         return
 
-    # Started by plain python; the store must live until the process group holds it.
-    local_store = None if "WORLD_SIZE" in os.environ else _become_a_world_of_one()
     accelerator = get_accelerator()
     if accelerator.support_set_device:
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
-    if int(os.environ["WORLD_SIZE"]) == 1:
-        dist.init_process_group(accelerator.communication_backend, timeout=timeout)
+    # Plain python sets no environment, and one process needs no store that others reach.
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        dist.init_process_group(
+            accelerator.communication_backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+        )
     elif store is not None:
         start_process_group(store, timeout=timeout)
     else:
@@ -53,24 +58,6 @@ def launch(seed: int, store: RunStore | None = None, *, timeout: timedelta | Non
         with Watchdog(joined, grace_time=0):
             start_process_group(joined, timeout=timeout)
     set_seed(seed)
-    del local_store
-
-
-def _become_a_world_of_one() -> dist.Store:
-    """Set the environment that a launcher would set for one process; returns the store it names.
-
-    The store chooses its port when it binds it, so that no other process can take it in between.
-    """
-    store = dist.TCPStore(
-        "127.0.0.1",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,  # so that init_process_group in this process finds the same one
-    )
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-    return store
 
 
 def current_device() -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.checkpoint import NamedShards
-from opensora_sp.parallel.debug.communication import communicating
+from opensora_sp.parallel.communication import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator
 from .fused_step import Bucket, can_fuse, flattened, fused, in_buckets
@@ -148,16 +148,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
                 self._fused_step(None)
             return
 
-        # The new weights are gathered when the wrapped optimizer's step has ended, before this one
-        # ends.
-        with ExitStack() as gathering:
-
-            def gather_next(*_: Any) -> None:
-                gathering.enter_context(communicating("zero", self._device()))
-
-            handle = self.optim.register_step_post_hook(gather_next)
-            gathering.callback(handle.remove)
-            super().step(closure)
+        super().step(closure)
 
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().name)
@@ -310,8 +301,6 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         self,
         max_norm: float,
         norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        **kwargs: Any,
     ) -> Tensor:
         """Clip the gradients of the next ``step`` to a global norm; return the norm before.
 
@@ -319,8 +308,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         before ``step``.
 
         Raises:
-            ValueError: if ``norm_type`` is not 2, or on ``error_if_nonfinite`` the norm is not
-                finite.
+            ValueError: if ``norm_type`` is not 2.
         """
         if norm_type != 2.0:
             raise ValueError(
@@ -330,11 +318,6 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
         gradients = self._gradients()
         norm = self._sum_of_squares(gradients).sqrt() / self._scale()
-        if error_if_nonfinite and not norm.isfinite():
-            raise ValueError(
-                f"got a gradient norm of {norm.item()}; expected a finite one; skip this step"
-            )
-
         # Read, because a factor on the device would be rounded to the precision of the gradients.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
         if gradients:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.profiler import profile, record_function
 
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel.debug.communication import listening
+from opensora_sp.parallel.communication import listening
 
 logger = logging.getLogger(__name__)
 EMBEDDERS = re.compile(r"\w+_embedder|\w*t_block\w*|pos_embed")

@@ -19,7 +19,7 @@ from opensora_sp.models.lora import add_lora, targets_of_any_block
 from opensora_sp.parallel import Options, SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100
-from opensora_sp.parallel.debug.parity import Verdict, verify_step
+from opensora_sp.parallel.parity import Verdict, verify_step
 from opensora_sp.parallel.strategies import Strategy, strategy_for
 from opensora_sp.runtime.cost_model_file import cost_model_of
 

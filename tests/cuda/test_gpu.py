@@ -16,7 +16,7 @@ from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import BACKENDS, attention
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import CommTimer, Options
-from opensora_sp.parallel.debug.communication import communicating
+from opensora_sp.parallel.communication import communicating
 from opensora_sp.planner.trace import trace_activations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

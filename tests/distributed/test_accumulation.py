@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from opensora_sp.config import load_train_config
 from opensora_sp.features.build import micro_batches_of_step
-from opensora_sp.parallel.debug.communication import listening
+from opensora_sp.parallel.communication import listening
 from opensora_sp.plugin import SequenceParallelPlugin
 from opensora_sp.training import trainer
 from opensora_sp.training.step import TrainingStep

@@ -18,9 +18,6 @@ from worlds import in_worlds
 
 from opensora_sp.diffusion import rank_loss, velocity_loss
 
-STEPS = 8
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (1, 3)]
-
 
 def boosted(
     sp_size: int = 1,
@@ -50,7 +47,7 @@ def boosted(
         dict(params=parameters[1::2], lr=lr / 2),
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     model, optimizer, _, _, schedule = booster.boost(model, optimizer, lr_scheduler=schedule)
     return booster, model, optimizer, schedule
 
@@ -79,102 +76,6 @@ def one_step(booster, model, optimizer, step: int, schedule=None) -> float:
     mean = losses.detach().double().sum() / GLOBAL_BATCH
     dist.all_reduce(mean)
     return mean.item()
-
-
-def loss_sequence(dp: int, sp: int) -> list[float]:
-    booster, model, optimizer, schedule = boosted(sp, stage=1 + sp % 2)
-    return [one_step(booster, model, optimizer, step, schedule) for step in range(STEPS)]
-
-
-def uneven_replicas() -> None:
-    """Replicas of 1 and 3 samples of different T and S, accumulated twice, against one process."""
-    from opensora_sp.plugin import SequenceParallelPlugin
-    from opensora_sp.plugin._colossalai import Booster
-
-    plugin = SequenceParallelPlugin(sp_size=2, stage=2, precision="fp32")
-    bare, wanted = make_model(), make_model()
-    # Its first momentum buffer is the gradient.
-    momentum = torch.optim.SGD(bare.parameters(), lr=1.0, momentum=0.9)
-    model, optimizer, *_ = Booster(plugin=plugin).boost(bare, momentum)
-    generator = torch.Generator().manual_seed(5)
-    total = 2 * (1 + 3)
-    for _ in range(2):
-        for replica, (size, frames, side) in enumerate([(1, 3, 8), (3, 5, 6)]):
-            x = torch.randn(size, 2, frames, side, 6, generator=generator)
-            t, y = (
-                torch.rand(size, generator=generator) * 1000,
-                torch.randn(size, 1, 6, 5, generator=generator),
-            )
-            (velocity_loss(wanted(x, t, y), -x).sum() / total).backward()
-            if replica == plugin.mesh.dp_rank:
-                losses = velocity_loss(model(x, t, y, output="shards"), -x)
-                optimizer.backward(rank_loss(losses, global_samples=total, world_size=4))
-    optimizer.step()
-    for name, state in optimizer.shards.states().items():
-        gradient = dict(wanted.named_parameters())[name].grad
-        error = (state["momentum_buffer"] - optimizer.shards.cut(name, gradient)).abs().max()
-        assert error < 1e-5 * gradient.abs().max() + 1e-8, (
-            f"the gradient of {name} differs by {error}"
-        )
-
-
-def accumulation_without_sending(stage: int) -> None:
-    """Half batches with ``no_sync`` are the whole batch; ``step`` inside does nothing."""
-    results = []
-    for halves in (False, True):
-        booster, model, optimizer, _ = boosted(2, stage=stage)
-        batch = make_batch(0)
-        parts = [slice(0, 3), slice(3, 6)] if halves else [slice(0, 6)]
-        for i, part in enumerate(parts):
-            micro = {name: value[part] for name, value in batch.items()}
-            if i + 1 < len(parts) and stage == 1:
-                with booster.no_sync(model, optimizer):
-                    backward(booster, model, optimizer, micro)
-                    optimizer.step()
-                    assert not optimizer.shards.states()["final_layer.linear.weight"]
-            else:
-                backward(booster, model, optimizer, micro)
-        optimizer.step()
-        results.append(
-            (
-                float(optimizer.get_grad_norm()),
-                optimizer.shards.states()["final_layer.linear.weight"],
-            )
-        )
-
-    (whole, state), (accumulated, other) = results
-    assert accumulated == pytest.approx(whole, rel=1e-5) and other["step"] == state["step"] == 1
-    torch.testing.assert_close(other["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-8)
-
-
-def clipping(stage: int) -> None:
-    """``clip_grad_by_norm`` after backward equals the plugin's ``max_norm``, by the global norm."""
-    alone, batch = make_model(), make_batch(0)
-    alone.t_block[1].weight.requires_grad_(False)
-    velocity_loss(alone(**batch), -batch["x"]).mean().backward()
-    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-    states = []
-
-    for max_norm in (0.5, 0.0):
-        _, model, optimizer, _ = boosted(2, stage=stage, max_norm=max_norm)
-        losses = velocity_loss(model(**batch, output="shards"), -batch["x"])
-        optimizer.backward(rank_loss(losses, global_samples=GLOBAL_BATCH, world_size=2))
-        if not max_norm:
-            assert optimizer.clip_grad_by_norm(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
-        optimizer.step()
-        states.append(optimizer.shards.states())
-        assert optimizer.get_grad_norm() == pytest.approx(
-            norm.item() if max_norm else 0.5, rel=1e-5
-        )
-
-    for name in states[0]:
-        if states[0][name]:
-            torch.testing.assert_close(
-                states[0][name]["exp_avg"], states[1][name]["exp_avg"], rtol=1e-5, atol=1e-9
-            )
-
-    with pytest.raises(ValueError, match="got norm_type inf"):
-        optimizer.clip_grad_by_norm(1.0, float("inf"))
 
 
 def save_everything(root: Path, precision: str) -> None:
@@ -261,8 +162,9 @@ def refusals(root: Path) -> None:
     with pytest.raises(ValueError, match="which is no safetensors file"):
         booster.load_optimizer(optimizer, str(pickled))
 
-    parameters = list(model.unwrap().parameters())
-    assert len(optimizer.param_groups) == 2 and parameters
+    milestones = torch.optim.lr_scheduler.MultiStepLR(optimizer.optim, [2, 4])
+    with pytest.raises(ValueError, match="got a MultiStepLR whose state is not JSON"):
+        booster.save_lr_scheduler(milestones, str(root / "milestones.json"))
     index = root / "sharded model" / "model.safetensors.index.json"
     harmed = root / f"harmed{dist.get_rank()}"
     harmed.mkdir()
@@ -340,14 +242,7 @@ def lora(root: Path) -> None:
     assert saved[0] == saved[1]
 
 
-def contract(root: Path) -> list[list[float] | None]:
-    sequences = in_worlds(
-        loss_sequence, [(dp * sp, (dp, sp)) for dp, sp in LAYOUTS], ["opensora_sp.plugin"]
-    )
-    in_worlds(uneven_replicas, [(4, ())])
-    in_worlds(accumulation_without_sending, [(2, (1,)), (2, (2,))])
-    in_worlds(clipping, [(2, (1,)), (2, (2,))])
-
+def contract(root: Path) -> None:
     for precision in ("fp32", "bf16"):
         folder = root / precision
         folder.mkdir(exist_ok=True)
@@ -365,12 +260,8 @@ def contract(root: Path) -> list[list[float] | None]:
 
     in_worlds(refusals, [(2, (root / "fp32",))])
     in_worlds(lora, [(2, (root,))])
-    return sequences
 
 
 @pytest.mark.slow
 def test_the_contract(tmp_path: Path) -> None:
-    sequences = run_ranks(4, contract, tmp_path, timeout=900)[0]
-    for layout, sequence in zip(LAYOUTS, sequences, strict=True):
-        assert sequence == pytest.approx(sequences[0], rel=1e-6), layout
-    assert sequences[0][-1] < sequences[0][0]
+    run_ranks(3, contract, tmp_path, timeout=900)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from operator_counts import Operators, operators
+from operator_counts import operators
 from parity_cases import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from ranks import run_ranks
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -87,15 +87,6 @@ def other_modes(model: torch.nn.Module, case: Case, rank: int) -> list[str]:
     return [*reported, str(error.value)]
 
 
-def counted() -> dict[tuple[str, str], int]:
-    mesh = SequenceMesh(dist.get_world_size())
-    case = replace(PLAIN[0], size=(1, 5, 7, 9), checkpoint=True)
-    model = parallelize(make_model(case), mesh, strategy="ulysses")
-    with CommLedger() as counter:
-        model(**make_inputs(case)).sum().backward()
-    return dict(counter.calls)
-
-
 def mixed_layouts() -> None:
     mesh = SequenceMesh(dist.get_world_size())
     model = parallelize(make_model(PLAIN[0]), mesh)
@@ -103,9 +94,6 @@ def mixed_layouts() -> None:
         model(**make_inputs(Case(size)), output="shards") for size in [(2, 5, 7, 9), (1, 5, 7, 9)]
     )
 
-    assert torch.equal(double.combine(torch.sub, double).tensor, torch.zeros_like(double.tensor))
-    with pytest.raises(ValueError, match="got shards of different layouts"):
-        double.combine(torch.sub, single)
     with pytest.raises(ValueError, match=r"expected \[2, channels, 5, 7, 9\]"):
         double.layout.slice(make_inputs(PLAIN[0])["x"])
 
@@ -170,39 +158,6 @@ def second_derivatives() -> None:
         first.sum().backward()
 
 
-def edges() -> tuple[int, int]:
-    """Tokens embedded here, patches whose positions were computed; a switch is three operators."""
-    mesh = SequenceMesh(dist.get_world_size())
-    case, seen = Case((1, 2, 7, 9), heads=4), []
-    model = parallelize(make_model(case), mesh, strategy="ulysses")  # temporal rows from the start
-    model.x_embedder.register_forward_hook(lambda _, args, out: seen.append(out.shape[:2].numel()))
-    model.pos_embed.register_forward_hook(lambda _, args, out: seen.append(out.shape[0]))
-    with torch.no_grad():
-        model(**make_inputs(case), output="shards")
-    plan = plan_exchange(
-        BatchAxes(1, 5, 6), SPATIAL_ROWS, TEMPORAL_ROWS, mesh.sp_size, mesh.sp_rank, "cpu"
-    )
-    there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
-    back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
-    for backward, arguments in ((False, there), (True, back)):
-        # The body: a mode sees only the operator around it.
-        body, tokens = collectives._exchange._init_fn, torch.ones(len(arguments[0]), 3)
-        with Operators() as inside:
-            body(tokens, *arguments, mesh.sp_group.group_name, "switch", backward)
-        found = {
-            name: n
-            for name, n in inside.counts.items()
-            if "empty" not in name and "slice" not in name
-        }
-        assert found == {
-            "aten.index_select.default": 1,
-            "c10d.alltoall_base_.default": 1,
-            "aten.index_copy_.default": 1,
-        }, found
-
-    return tuple(seen)
-
-
 def verified() -> None:
     """``verify`` takes all that the model takes: expanded gradients, text encoded in any mode."""
     mesh, inputs = SequenceMesh(dist.get_world_size()), make_inputs(PLAIN[0])
@@ -242,9 +197,7 @@ def test_errors_and_counts_on_ranks() -> None:
         2,
         in_turn,
         refused_everywhere,
-        counted,
         mixed_layouts,
-        edges,
         held_after_backward,
         second_derivatives,
         verified,
@@ -257,7 +210,7 @@ def test_errors_and_counts_on_ranks() -> None:
         in reported[0]
     )
     assert (
-        ": output is 'shards' on rank 0, 'full' on rank 1; expected the same batch" in reported[1]
+        ": output is 'shards' on rank 0, 'full' on rank 1; expected the same inputs" in reported[1]
     )
     assert (
         ": y is [1, 1, 6, 5] float64 on rank 0, [1, 1, 5, 5]" in reported[2]
@@ -275,17 +228,8 @@ def test_errors_and_counts_on_ranks() -> None:
         ": train() or eval() is train on rank 0, eval on rank 1; expected the same modes"
         in reported[6]
     )
-    assert ": gradient checkpointing is on on rank 0, off on rank 1" in reported[7]
+    assert ": gradient checkpointing is True on rank 0, False on rank 1" in reported[7]
     assert ": gradient mode is on on rank 0, off on rank 1" in reported[8]
-
-    tokens, positions = zip(*(result[3] for result in results), strict=True)
-    # Each once: 2 frames of 4 x 5 patches.
-    assert sum(tokens) == 2 * 4 * 5 and sum(positions) == 4 * 5
-
-    calls = results[0][1]
-    for phase in ("forward", "recompute", "backward"):
-        # Two attentions a pair, there and back.
-        assert calls["heads", phase] == 4 * DEPTH, calls
 
 
 def test_bad_options_are_refused() -> None:

@@ -20,7 +20,7 @@ from opensora_sp.cli import main
 from opensora_sp.models import build_model
 from opensora_sp.models.registry import loaded_classes
 from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
-from opensora_sp.parallel.debug.parity import verify_step
+from opensora_sp.parallel.parity import verify_step
 
 NAME = "factorised_model.FactorisedModel"
 HELPERS = Path(__file__).parents[1] / "helpers"

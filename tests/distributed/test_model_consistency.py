@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, ShardPlan, parallelize, register_plan
-from opensora_sp.parallel.agreement import ModelForm, describe_model
 
 MODEL = dict(
     in_channels=2,
@@ -171,25 +170,3 @@ def test_models_of_others_and_of_replicas_are_compared() -> None:
     difference = "[144, 24] float32 trainable on rank 0, [144, 24] float32 frozen"
     assert f"parameter t_block.1.weight is {difference}" in boosted
     assert "(and 1 more entry)" in boosted
-
-
-def test_a_description_is_made_again_only_when_the_model_changes() -> None:
-    model = make_model()
-    form, digests = ModelForm(model), set()
-    made: list[int] = []
-    named, model.named_parameters = model.named_parameters, lambda: made.append(1) or named()
-
-    for change in (
-        lambda: None,
-        lambda: None,
-        lambda: model.t_block.requires_grad_(False),
-        lambda: model.double(),
-        lambda: setattr(model.t_block, "1", nn.Linear(24, 144, dtype=torch.double)),
-        lambda: setattr(model.t_block[1], "bias", nn.Parameter(torch.zeros(1, 144))),
-    ):
-        change()
-        digests.add(form.digest())
-
-    assert len(digests) == 5 == len(made)
-    assert describe_model(model)["parameter t_block.1.bias"] == "[1, 144] float32 trainable"
-    assert describe_model(model)["config.patch_size"] == "[1, 2, 2]"

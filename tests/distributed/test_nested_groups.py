@@ -251,7 +251,7 @@ def verified_groups() -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("opensora_sp.parallel.debug.parity")
+    logger = logging.getLogger("opensora_sp.parallel.parity")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
 

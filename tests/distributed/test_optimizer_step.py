@@ -228,14 +228,6 @@ def clips_before_the_step(stage: int, precision: str) -> None:
             torch.testing.assert_close(first, exact, rtol=1e-2, atol=1e-3)
 
 
-def shards_lie_in_one_buffer() -> None:
-    _, optimizer, ema = boosted(2, "bf16")
-    for group in optimizer.param_groups:
-        (buffer,) = {weight._base for weight in group["params"]}
-        assert buffer.numel() == sum(weight.numel() for weight in group["params"])
-    assert len({shard._base for shard in ema.shards.values()}) == 2
-
-
 def is_chosen_by_a_rule() -> None:
     from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
@@ -269,7 +261,6 @@ def all_of(stages: tuple[int, ...] = (1, 2)) -> list[Any]:
         plain_steps_do_not_skip(stage)
         for precision in ("fp32", "fp16"):
             clips_before_the_step(stage, precision)
-    shards_lie_in_one_buffer()
     is_chosen_by_a_rule()
     return taken
 

@@ -22,13 +22,11 @@ from opensora_sp.parallel import (
     CommLedger,
     SequenceMesh,
     ShardPlan,
-    module_points,
     parallelize,
     register_plan,
     unwrap,
 )
 from opensora_sp.parallel.shard_plan import plan_of
-from opensora_sp.planner.live_peak import LivePeak
 
 pytestmark = pytest.mark.core
 DOCUMENT = Path(__file__).parents[2] / "docs/custom_model.md"
@@ -293,28 +291,6 @@ def worked_in_place() -> None:
     assert InPlace.modes == {False}
 
 
-def kept_no_longer() -> None:
-    """Nothing is kept once checkpointing is off, nor by a strategy that sends again."""
-    mesh = SequenceMesh(dist.get_world_size())
-    register_plan(InPlaceBranches, PLAN)
-    x = torch.randn(1, 5, 7, 6)
-    model = parallelize(InPlaceBranches(), mesh)
-    for is_checkpointed in (True, True, False):
-        model.is_checkpointed = is_checkpointed
-        model(x).sum().backward()
-
-    model.zero_grad(set_to_none=False)
-    with LivePeak() as live:
-        model(x).sum().backward()
-    assert live.live == 0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module_points, "Received", None)
-        model = parallelize(InPlaceBranches(), mesh, strategy="split_gather")
-        for _ in range(2):
-            model(x).sum().backward()
-
-
 def refused_plans() -> None:
     mesh = SequenceMesh(dist.get_world_size())
     x = torch.randn(1, 4, 3, 6)
@@ -380,7 +356,7 @@ def in_turn(*functions) -> None:
         function()
 
 
-PLANNED = (planned_models, recomputed, worked_in_place, kept_no_longer, refused_plans)
+PLANNED = (planned_models, recomputed, worked_in_place, refused_plans)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -28,10 +28,8 @@ from parity_cases import (
 from ranks import run_ranks
 
 from opensora_sp.models import Point, build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, unwrap
-from opensora_sp.parallel.collectives import exchange
+from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.layout import SPATIAL_ROWS, TEMPORAL_ROWS, BatchAxes, plan_exchange
 
 pytestmark = pytest.mark.core
 EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
@@ -40,7 +38,21 @@ SIZES_AND_PATCHES = [
     ((2, 5, 5, 7), (2, 2, 2)),
     ((3, 3, 6, 5), (1, 2, 2)),
 ]
+STDIT2 = [  # which pads what its patch does not divide
+    Case((1, 5, 7, 9), checkpoint=True, model="STDiT2"),
+    Case((2, 3, 5, 6), mask=True, model="STDiT2"),
+    Case((1, 1, 4, 3), checkpoint=True, model="STDiT2"),  # an image
+    replace(FULL, size=(3, 5, 6, 5), output="full", model="STDiT2"),
+    replace(FULL, size=(2, 5, 5, 7), patch=(2, 2, 2), checkpoint=True, model="STDiT2"),
+    replace(FULL, size=(1, 8, 5, 5), checkpoint=True, model="STDiT2"),
+]
+STDIT_SIZES = [(1, 5, 6, 10), (2, 3, 6, 2), (1, 1, 4, 6), (3, 5, 6, 2), (2, 6, 6, 6), (1, 8, 6, 6)]
+STDIT = [
+    replace(case, model="STDiT", size=size) for case, size in zip(STDIT2, STDIT_SIZES, strict=True)
+]
 CASES = [
+    *STDIT,
+    *STDIT2,
     *PLAIN,
     *(replace(case, checkpoint=True) for case in PLAIN[:4]),
     Case((1, 2, 3, 5), heads=4, checkpoint=True),  # two frames: heads are split from three ranks on
@@ -160,34 +172,6 @@ def sample_then_train() -> None:
 
 def test_training_after_sampling_and_the_groups() -> None:
     run_ranks(2, sample_then_train)
-
-
-def compiled_switch() -> None:
-    """The switch is part of one compiled graph, forward and backward, with equal results."""
-    axes, cpu = BatchAxes(1, 5, 6), torch.device("cpu")
-    plan = plan_exchange(
-        axes, SPATIAL_ROWS, TEMPORAL_ROWS, dist.get_world_size(), dist.get_rank(), cpu
-    )
-
-    def around(x: torch.Tensor) -> torch.Tensor:
-        return exchange(x * 2, plan, dist.group.WORLD).sin()
-
-    results = []
-    for function in (around, torch.compile(around, fullgraph=True, backend="aot_eager")):
-        x = torch.randn(
-            len(plan.pack), 3, generator=torch.Generator().manual_seed(0), requires_grad=True
-        )
-        with CommLedger() as counter:
-            y = function(x)
-            y.square().sum().backward()
-        assert counter.calls == {("switch", "forward"): 1, ("switch", "backward"): 1}
-        results.append((y, x.grad))
-    (y, grad), (compiled_y, compiled_grad) = results
-    assert torch.equal(y, compiled_y) and torch.equal(grad, compiled_grad)
-
-
-def test_torch_compile_takes_the_switch_into_its_graph() -> None:
-    run_ranks(3, compiled_switch)
 
 
 def test_sp_size_1_is_bitwise_the_bare_model_and_unwrap_restores_it() -> None:

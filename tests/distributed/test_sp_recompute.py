@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from parity_cases import DEPTH, FULL, Case, assert_one_process_result
 from ranks import run_ranks
-from runs import TRAIN, write_toy_set
-from worlds import TRAINING, in_worlds
 
-from opensora_sp.config import load_train_config
-from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.core
 CLIP = Case((1, 7, 5, 9))  # at least two frames on each rank
@@ -51,64 +45,3 @@ def compare() -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parity(world: int) -> None:
     run_ranks(world, compare)
-
-
-RUNS = {  # grad_checkpoint, and bytes of a device
-    "plain": ("False", 80e9),
-    "small": ("auto", 3.1e9),
-    "large": ("auto", 80e9),
-    "number": ("3", 80e9),
-    "offload": ("offload", 80e9),
-}
-
-
-def train_within(config: Path, name: str) -> tuple[list[float], Any]:
-    """Losses of a run, and what was set at its end."""
-    from opensora_sp.models.stdit3 import STDiT3
-    from opensora_sp.training import memory_fit, metrics
-    from opensora_sp.training.run import train
-
-    setting, memory = RUNS[name]
-    chosen: list[Any] = []
-    set_grad_checkpoint = STDiT3.set_grad_checkpoint
-
-    def noted(model: STDiT3, setting: Any = True) -> None:
-        chosen.append(setting)
-        set_grad_checkpoint(model, setting)
-
-    metrics.draw_loss = lambda run_dir: None
-    # The smallest device of all counts.
-    memory_fit.memory_of = lambda device: memory + dist.get_rank() * 80e9
-    STDiT3.set_grad_checkpoint = noted
-    outputs = config.parent / name
-    options = [f"outputs={outputs}", f"grad_checkpoint={setting}", "max_steps=2", "ckpt_every=2"]
-    try:
-        train(load_train_config(config, options))
-    finally:
-        STDiT3.set_grad_checkpoint = set_grad_checkpoint
-    return [line["loss"] for line in read_metrics(outputs)], chosen[-1]
-
-
-def train_all(config: Path) -> dict[str, tuple[list[float], Any]]:
-    found = in_worlds(train_within, [(2, (config, name)) for name in RUNS], TRAINING)
-    return dict(zip(RUNS, found, strict=True))
-
-
-@pytest.mark.slow
-def test_training_keeps_what_fits(tmp_path: Path) -> None:
-    config = tmp_path / "config.py"
-    manifest = write_toy_set(tmp_path / "set", 4)
-    config.write_text(TRAIN.format(manifest=str(manifest)))
-
-    for of_rank in run_ranks(2, train_all, config):
-        settings = {name: setting for name, (_, setting) in of_rank.items()}
-        assert settings == {
-            "plain": False,
-            "small": [0] * 4,
-            "large": [EVERYTHING] * 4,
-            "number": 3,
-            "offload": "offload",
-        }
-        losses = [losses for losses, _ in of_rank.values()]
-        assert len(losses[0]) == 2
-        assert all(one == losses[0] for one in losses)

@@ -174,8 +174,8 @@ def test_ranks_with_other_registrations_raise_the_same_error() -> None:
     assert re.fullmatch(
         r"got different strategies on the ranks of one sequence-parallel group: registered is "
         r"\['whole samples', .*, 'split_gather'\] on rank 0, \['never switch', .*, "
-        r"'split_gather'\] on rank 1; expected the same ones, registered in the same order on all "
-        r"of them; call register_strategy alike on every rank",
+        r"'split_gather'\] on rank 1; expected the same strategies on all of them; call "
+        r"register_strategy alike, in the same order, on every rank",
         errors[0],
     )
 

@@ -7,7 +7,7 @@ from runs import ROOT, run_forked
 
 from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.parallel.debug.parity import Verdict
+from opensora_sp.parallel.parity import Verdict
 from opensora_sp.parallel.strategies import SwitchRows
 from opensora_sp.training.sp_verification import config_strategy, small_shape
 

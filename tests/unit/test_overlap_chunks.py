@@ -16,7 +16,6 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts, block_flops
 from opensora_sp.parallel.engine import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
-from opensora_sp.parallel.options import STRATEGY_OPTIONS
 from opensora_sp.parallel.rank_groups import nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 from opensora_sp.parallel.strategies.few_units import few_frames_costs
@@ -62,33 +61,10 @@ def test_chunks_between_nodes_where_a_switch_takes_longer_than_their_launches():
     assert chosen((1, 64, 64, 64), 8, between=True).num_chunks == 1
 
 
-def test_numbers_stay_and_other_strategies_take_no_chunks():
-    for between in (False, True):
-        assert chosen((1, 64, 64, 64), 8, between=between, overlap_chunks=3).overlap_chunks == 3
-        whole_samples = chosen((8, 360, 64, 64), 8, between=between)
-        assert whole_samples.num_chunks == 1
-        for strategy in STRATEGY_OPTIONS:
-            if strategy != "switch":
-                one = chosen((1, 360, 64, 64), 8, between=between, strategy=strategy)
-                assert one.num_chunks == 1 and not one.overlaps
-
-
 @pytest.mark.parametrize("value", [0, -1, "many"])
 def test_other_values_are_refused(value):
     with pytest.raises(ValueError, match=f"got overlap_chunks {value}; expected at least 1, or"):
         Options(overlap_chunks=value)
-
-
-@pytest.mark.parametrize("between", [False, True])
-def test_the_links_of_a_mesh_decide(between):
-    text = dict(caption_channels=5, model_max_length=4)
-    with torch.device("meta"):
-        model = build_model("STDiT3", hidden_size=1152, depth=1, num_heads=16, **text).bfloat16()
-    mesh = SequenceMesh.imagined(8, 0)
-    mesh._current = replace(mesh._current, spans_nodes=between)
-    parallelize(model, mesh)
-    strategy = getattr(model, ATTRIBUTE).strategy(model.config.grid(1, (64, 64, 64)))
-    assert strategy.options.overlap_chunks == (2 if between else 1)
 
 
 def test_few_frames_are_divided_by_the_link_of_the_group():

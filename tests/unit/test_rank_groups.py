@@ -98,14 +98,6 @@ def test_a_group_on_several_nodes_has_whole_nodes(world: tuple[int, int]) -> Non
             assert group.stop % ranks_per_node == 0 or group.stop == world_size
 
 
-def test_fixed_groups_are_replicas() -> None:
-    family = fixed_groups(6, 2)
-
-    assert family == (RankGroup(0, 2), RankGroup(2, 4), RankGroup(4, 6))
-    assert group_sizes(family) == [2]
-    assert groups_with(3, family) == (RankGroup(2, 4),)
-
-
 def test_a_group_asks_for_its_members() -> None:
     group = RankGroup(4, 7)
 
@@ -152,17 +144,6 @@ def test_no_schedule_with_the_largest_groups_first_deadlocks(
         sorted(queue, key=lambda group: -group.size) for queue in queues_of(schedule, world_size)
     ]
     assert finishes(queues)
-
-
-def test_other_orders_and_groups_that_overlap_deadlock() -> None:
-    """What the test above can notice."""
-    pair, world = RankGroup(0, 2), RankGroup(0, 3)
-    assert finishes([[world, pair], [world, pair], [world]])
-    assert not finishes([[world, pair], [pair, world], [world]])
-
-    # Groups that overlap without being nested, each rank waiting for the next one.
-    left, right = RankGroup(0, 2), RankGroup(1, 3)
-    assert not finishes([[left, world], [right, left, world], [world, right]])
 
 
 @pytest.mark.parametrize(

@@ -5,42 +5,20 @@ from outside is one subclass of ``Strategy``, passed to ``register_strategy``. W
 gets depends on the user's ``Options`` and on its shape alone, so all ranks choose the same.
 """
 
-from .choice import (
-    chunk_costs,
-    fewest_rows,
-    register_strategy,
-    registered_strategies,
-    strategy_for,
-    with_chunks,
-)
-from .heads import SplitAttention, SplitHeads
+from .choice import register_strategy, registered_strategies, strategy_for, with_chunks
+from .heads import SplitHeads
 from .rows import SwitchRows, WholeSamples
-from .strategy import (
-    REPLICATED,
-    AllGather,
-    AllToAll,
-    BlockLayouts,
-    Exchange,
-    OneLayout,
-    Strategy,
-)
-from .token_exchange import BranchSwitch
+from .strategy import REPLICATED, AllToAll, BlockLayouts, OneLayout, Strategy
 
 __all__ = [
-    "AllGather",
     "AllToAll",
     "BlockLayouts",
-    "BranchSwitch",
-    "Exchange",
     "OneLayout",
     "REPLICATED",
-    "SplitAttention",
     "SplitHeads",
     "Strategy",
     "SwitchRows",
     "WholeSamples",
-    "chunk_costs",
-    "fewest_rows",
     "register_strategy",
     "registered_strategies",
     "strategy_for",

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ..batch_shape import BatchShape
 from ..cost_model import ChunkCosts
-from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS
+from ..layout import SPATIAL_ROWS
 from ..options import STRATEGY_OPTIONS, Options
-from .heads import SplitBoth, SplitClips, SplitHeads, SplitWindows, Ulysses
+from .heads import SplitClips, SplitHeads, SplitWindows, Ulysses
 from .rows import SwitchRows, WholeSamples
 from .strategy import Strategy
 from .token_exchange import SplitGather
@@ -17,7 +17,6 @@ from .token_exchange import SplitGather
 IN_ORDER: list[type[Strategy]] = [
     WholeSamples,
     SplitClips,
-    SplitBoth,
     SplitWindows,
     SplitHeads,
     SwitchRows,
@@ -70,24 +69,11 @@ def strategy_for(shape: BatchShape, options: Options, ranks: int) -> type[Strate
     )
 
 
-def chunk_costs(
-    options: Options, shape: BatchShape, ranks: int, *, element_size: int
-) -> ChunkCosts:
-    """Cost of a switch in chunks, for a group of ranks on one node or several."""
-    tokens = max(shape.entries(SPATIAL_ROWS, ranks))
-    sent = tokens * (ranks - 1) / ranks * shape.width * element_size
-    return ChunkCosts(options.cost_model, options.link, sent)
-
-
 def with_chunks(options: Options, shape: BatchShape, ranks: int, *, element_size: int) -> Options:
     """The options for switches of this shape: ``overlap_chunks="auto"`` is a number."""
     if options.overlap_chunks != "auto" or strategy_for(shape, options, ranks) is not SwitchRows:
         return options
-    costs = chunk_costs(options, shape, ranks, element_size=element_size)
+    tokens = max(shape.entries(SPATIAL_ROWS, ranks))
+    sent = tokens * (ranks - 1) / ranks * shape.width * element_size
+    costs = ChunkCosts(options.cost_model, options.link, sent)
     return replace(options, overlap_chunks=costs.best_number)
-
-
-def fewest_rows(shape: BatchShape, ranks: int) -> int:
-    """Rows of the rank with fewest, in either layout: as many chunks a switch can always have."""
-    lengths = {SPATIAL_ROWS: shape.patches, TEMPORAL_ROWS: shape.frames}
-    return min(min(shape.entries(layout, ranks)) // length for layout, length in lengths.items())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..batch_shape import BatchShape
 from ..cost_model import ELEMENT_BYTES, block_flops
-from ..layout import SPATIAL_ROWS, TEMPORAL_ROWS
+from ..layout import TEMPORAL_ROWS
 from ..options import Options
 
 
@@ -89,28 +89,4 @@ def few_frames_reason(shape: BatchShape, options: Options, ranks: int, choice: s
         f"B*T={shape.num_frames} frames are fewer than {ranks} ranks: {choice}, "
         f"which costs less ({costs.whole * 1e6:.3g} us a spatial block by whole frames, "
         f"{costs.heads * 1e6:.3g} us by frames x heads)"
-    )
-
-
-def few_windows(shape: BatchShape, options: Options, ranks: int) -> bool:
-    """True if windows are fewer than ranks, and cost less when split by heads."""
-    if shape.windows is None or shape.num_windows >= ranks:
-        return False
-
-    costs = few_units_costs(
-        shape,
-        options,
-        ranks,
-        unit=max(shape.windows.sizes) * shape.frames,
-        num_units=shape.num_windows,
-        row_layout=SPATIAL_ROWS if ranks <= shape.num_frames else TEMPORAL_ROWS,
-    )
-    return costs.heads_cost_less
-
-
-def few_windows_reason(few: str, ranks: int) -> str:
-    """The reason to split the attention of ``few`` units by heads."""
-    return (
-        f"{few} are fewer than {ranks} ranks: their attention is split by heads as well, which "
-        "costs less"
     )

@@ -13,7 +13,7 @@ from ..batch_shape import BatchShape, LatentRows, Rows
 from ..collectives import exchange
 from ..layout import SPATIAL_ROWS, WINDOW_COLUMNS, ExchangePlan, unit_ranges
 from ..options import Options
-from .few_units import few_frames_costs, few_frames_reason, few_windows, few_windows_reason
+from .few_units import few_frames_costs, few_frames_reason, few_units_costs
 from .strategy import (
     AllToAll,
     Attend,
@@ -168,44 +168,36 @@ class SplitWindows(SplitAttention):
     """Tokens stay in spatial rows; attention of windows by windows x heads: 4 u."""
 
     label = "split windows"
-    condition = "fewer windows (B*W) than ranks, where it costs less"
+    condition = "fewer windows (B*W) than ranks, enough frames, where it costs less"
     moves = "heads of queries, keys, values and outputs of windows; no whole token"
 
     resident_layout = "spatial"
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
-        return few_windows(shape, options, ranks)
+        if shape.windows is None or shape.num_windows >= ranks or shape.num_frames < ranks:
+            return False
+
+        costs = few_units_costs(
+            shape,
+            options,
+            ranks,
+            unit=max(shape.windows.sizes) * shape.frames,
+            num_units=shape.num_windows,
+            row_layout=SPATIAL_ROWS,
+        )
+        return costs.heads_cost_less
 
     @classmethod
     def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        return few_windows_reason(f"B*W={shape.num_windows} windows", ranks)
+        return (
+            f"B*W={shape.num_windows} windows are fewer than {ranks} ranks: their attention is "
+            "split by heads as well, which costs less"
+        )
 
     @classmethod
     def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
         return BlockLayouts(SPATIAL_ROWS, WINDOW_HEADS)
-
-
-class SplitBoth(SplitAttention):
-    """Spatial attention by frames x heads, attention of windows by windows x heads: 8 u."""
-
-    label = "split both"
-    condition = "fewer windows (B*W) and fewer frames (B*T) than ranks, where it costs less"
-
-    window_rows = WINDOW_COLUMNS
-
-    @classmethod
-    def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
-        return shape.num_frames < ranks and few_windows(shape, options, ranks)
-
-    @classmethod
-    def reason(cls, shape: BatchShape, options: Options, ranks: int) -> str:
-        few = f"B*W={shape.num_windows} windows and B*T={shape.num_frames} frames"
-        return few_windows_reason(few, ranks)
-
-    @classmethod
-    def attention_layouts(cls, grid: GridOrShape) -> BlockLayouts:
-        return BlockLayouts(FRAME_HEADS, WINDOW_HEADS)
 
 
 class SplitClips(SplitAttention):

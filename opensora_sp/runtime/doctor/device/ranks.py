@@ -17,7 +17,7 @@ from opensora_sp.common.error_file import wait_until
 from opensora_sp.common.importing import PackageError, check_colossalai
 from opensora_sp.models.registry import REFERENCE
 from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group, unwrap
-from opensora_sp.parallel.debug.parity import verify_step
+from opensora_sp.parallel.parity import verify_step
 from opensora_sp.runtime.host_checks import use_device
 
 from .findings import Finding, Setup, findings_of, largest_of, relative_errors

@@ -7,14 +7,13 @@ Split sizes follow from shapes and the model alone, so ranks that differ in them
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from ..agreement import (
+from .agreement import (
     Entries,
     ModelForm,
     all_agree,
@@ -27,35 +26,19 @@ from ..agreement import (
     gathered,
     refuse_models,
 )
-from ..mesh import SequenceMesh
-from ..typed import Args, Kwargs
 from .communication import communicating, record
+from .mesh import SequenceMesh
+from .typed import Args, Kwargs
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of entries that ranks compare."""
-
-    name: str
-    expected: str
-    remedy: str
-
-
-KINDS = (
-    Kind("options", "the same options of parallelize", "pass them alike on every rank"),
-    Kind(
-        "strategies",
-        "the same ones, registered in the same order",
-        "call register_strategy alike on every rank",
-    ),
-    Kind("plan", "the same ShardPlan", "register the same plan on every rank"),
-    Kind(
-        "modes",
-        "the same modes",
-        "call train() or eval(), set_grad_checkpoint() and no_grad() alike on every rank",
-    ),
-    Kind("inputs", "the same batch", "give the model the batch of the group's data-parallel rank"),
-)
+# What to do where entries of a kind differ, by the first word of their names. Differences of an
+# earlier kind cause differences of a later one.
+REMEDIES = {
+    "options": "pass the same options of parallelize on every rank",
+    "strategies": "call register_strategy alike, in the same order, on every rank",
+    "plan": "register the same ShardPlan on every rank",
+    "modes": "call train() or eval(), set_grad_checkpoint() and no_grad() alike on every rank",
+    "inputs": "give the model the batch of the group's data-parallel rank",
+}
 
 
 class InputCheck:
@@ -67,7 +50,7 @@ class InputCheck:
     nothing to compare.
 
     Args:
-        options, plan: dataclasses on which exchanges depend; None leaves them out.
+        options, plan: dataclasses on which exchanges depend.
         strategies: returns the labels of the strategies in the order in which they are asked.
 
     Raises:
@@ -77,9 +60,9 @@ class InputCheck:
     def __init__(
         self,
         mesh: SequenceMesh,
-        options: Any = None,
-        plan: Any = None,
-        strategies: Callable[[], list[str]] = list,
+        options: Any,
+        plan: Any,
+        strategies: Callable[[], list[str]],
     ) -> None:
         self.mesh, self._strategies = mesh, strategies
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
@@ -115,9 +98,7 @@ class InputCheck:
         entries["modes train() or eval()"] = "train" if model.training else "eval"
         entries["modes gradient mode"] = "on" if torch.is_grad_enabled() else "off"
         if hasattr(model, "grad_checkpoint"):
-            setting: Any = model.grad_checkpoint
-            switched = {"True": "on", "False": "off"}
-            entries["modes gradient checkpointing"] = switched.get(str(setting), str(setting))
+            entries["modes gradient checkpointing"] = str(model.grad_checkpoint)
 
         leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         return entries | {f"inputs {_name(path)}": describe(leaf) for path, leaf in leaves}
@@ -130,13 +111,13 @@ class InputCheck:
         refuse_models(differences(models), "of one sequence-parallel group")
 
         differing = differences(gathered(entries, group))
-        for kind in KINDS:
-            prefix = f"{kind.name} "
+        for kind, remedy in REMEDIES.items():
+            prefix = f"{kind} "
             matches = [text.removeprefix(prefix) for text in differing if text.startswith(prefix)]
             if matches:
                 raise ValueError(
-                    f"got different {kind.name} on the ranks of one sequence-parallel group: "
-                    f"{first_of(matches)}; expected {kind.expected} on all of them; {kind.remedy}"
+                    f"got different {kind} on the ranks of one sequence-parallel group: "
+                    f"{first_of(matches)}; expected the same {kind} on all of them; {remedy}"
                 )
 
         # Only the digests of the models differ: parameters were added or removed since they were
@@ -145,8 +126,6 @@ class InputCheck:
 
 
 def _entries_of(kind: str, settings: Any) -> Entries:
-    if settings is None:
-        return {}
     return {f"{kind} {name}": describe(field) for name, field in fields_of(settings).items()}
 
 

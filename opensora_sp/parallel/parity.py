@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..engine import ATTRIBUTE
-from ..mesh import SequenceMesh
-from ..typed import Args, Kwargs
+from .engine import ATTRIBUTE
+from .mesh import SequenceMesh
+from .typed import Args, Kwargs
 
 logger = logging.getLogger(__name__)
 

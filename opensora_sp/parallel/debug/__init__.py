@@ -1,1 +1,0 @@
-"""Tools of sequence parallelism: communication counter and time, check of inputs, parity."""
