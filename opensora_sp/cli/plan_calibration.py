@@ -13,8 +13,8 @@ from opensora_sp.parallel import closing_process_group
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.runtime.cost_model_file import write_cost_model
+from opensora_sp.runtime.rank_info import versions
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
-from opensora_sp.runtime.versions import versions
 from opensora_sp.runtime.watchdog import Watchdog
 
 
