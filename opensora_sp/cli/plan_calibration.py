@@ -10,7 +10,6 @@ from pathlib import Path
 
 from opensora_sp.common.files import check_writable
 from opensora_sp.parallel import closing_process_group
-from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.runtime.cost_model_file import write_cost_model
 from opensora_sp.runtime.rank_info import versions
@@ -36,22 +35,6 @@ def run_calibration(args: argparse.Namespace) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         date = datetime.now(UTC).isoformat(timespec="seconds")
         write_cost_model(path, rates, dict(device=rates.name, versions=versions(), date=date))
-        sys.stdout.write(f"{table(rates)}\n{path}: use it with cost_model={str(path)!r}\n")
-
-
-def table(rates: CostModel) -> str:
-    """The rates, of links also where there are none."""
-    lines = [
-        f"{rates.name}",
-        f"  matrix products     {rates.flops / 1e9:>12,.4g} GFLOP/s",
-        f"  attention           {rates.attention_forward / 1e9:>12,.4g} GFLOP/s forward, "
-        f"{rates.attention_backward / 1e9:,.4g} backward",
-        f"  elementwise kernels {rates.memory_bandwidth / 1e9:>12,.4g} GB/s",
-        f"  launches            {rates.launch * 1e6:>12,.4g} us",
-    ]
-    for link in (rates.link(spans_nodes=False), rates.link(spans_nodes=True)):
-        lines.append(
-            f"  links {link.name:13} {link.bandwidth / 1e9:>12,.4g} GB/s, "
-            f"{link.latency * 1e6:,.4g} us"
-        )
-    return "\n".join(lines)
+        for name, rate in rates.to_dict().items():
+            sys.stdout.write(f"{name}: {rate}\n")
+        sys.stdout.write(f"{path}: use it with cost_model={str(path)!r}\n")
