@@ -277,7 +277,6 @@ def _entries(literal: ast.expr | None) -> dict[Any, ast.expr] | None:
     if isinstance(literal, ast.Dict):
         pairs = zip(literal.keys, literal.values)
         return {key.value: inner for key, inner in pairs if isinstance(key, ast.Constant)}
-    is_call = isinstance(literal, ast.Call) and isinstance(literal.func, ast.Name)
-    if is_call and literal.func.id == "dict":
+    if isinstance(literal, ast.Call) and ast.unparse(literal.func) == "dict":
         return {keyword.arg: keyword.value for keyword in literal.keywords if keyword.arg}
     return None

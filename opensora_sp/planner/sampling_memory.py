@@ -164,7 +164,7 @@ def describe_placement(cfg: InferenceConfig) -> str:
             layers = ", by layers" if section["offload"] == "layers" else ""
             parts.append(f"{name} on the host{layers}")
     parts = parts or ["all weights on the device"]
-    frames = FRAMES_AT_ONCE.get(cfg.vae["type"])
+    frames = FRAMES_AT_ONCE.get(cfg.vae["type"], "")
     if cfg.vae.get(frames) is not None:
         parts.append(f"{frames} {cfg.vae[frames]}")
     return ", ".join(parts)
