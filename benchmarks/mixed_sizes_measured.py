@@ -131,7 +131,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         dist.barrier()
 
         rate = rate_of_equal_parts(Run(folder, "before calibration", CASES[FIXED]))
-        model = calibrate(torch.device("cpu")).model
+        model = calibrate(torch.device("cpu"))
         say(
             f"calibrated: {model.flops / 1e9:.0f} GFLOP/s, link "
             f"{8 * model.bandwidth / 1e6:.1f} Mbit/s, latency {1e3 * model.latency:.2f} ms"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -82,11 +81,9 @@ def _examine_device(args: argparse.Namespace) -> Examination:
     from opensora_sp.runtime.doctor.device import examine_device, setup_for
 
     setup = setup_for(args.device)
-    latest: list[Examination] = []
     prints = args.json != ""
 
     def report(examination: Examination) -> None:
-        latest[:] = [examination]
         if args.json:
             _write_json(examination, args.json)
         if prints:
@@ -94,14 +91,7 @@ def _examine_device(args: argparse.Namespace) -> Examination:
 
     if prints:
         _say(f"{setup.name}\n  {'check':{CHECK_WIDTH}}  {'got':>12}  {'bound':>12}  verdict")
-    # As `timeout` stops a command: what was found until then is printed below.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return examine_device(setup, report)
-    except BaseException:
-        if not prints and latest:
-            _say(_as_json(latest[0]))
-        raise
+    return examine_device(setup, report)
 
 
 def _say(text: str) -> None:

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--largest-batch", type=int, metavar="B", help=largest)
     calibrate = (
         "measure this machine's speed in under a minute and write it for the config key "
-        "cost_model; under torchrun its links, too; CONFIG may be left out"
+        "cost_model; under torchrun its links, too; without CONFIG"
     )
     add("--calibrate", metavar="FILE", help=calibrate)
     return parser

@@ -12,7 +12,7 @@ from opensora_sp.parallel.parity import Verdict
 from opensora_sp.parallel.strategies import WholeSamples
 from opensora_sp.training.sp_verification import verify_config
 
-SHOWN = 5  # gradients listed without --all
+SHOWN = 5  # gradients listed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,8 +24,6 @@ def parser() -> argparse.ArgumentParser:
     add("--depth", type=int, default=2, help=depth)
     tokens = "tokens per sample to keep (default: 512)"
     add("--max-tokens", type=int, default=512, help=tokens)
-    every = "list every gradient, not only those with the largest differences"
-    add("--all", action="store_true", help=every)
     return parser
 
 
@@ -48,18 +46,18 @@ def run(args: argparse.Namespace) -> None:
     moves_nothing = strategy is WholeSamples
     nothing = ": no token moves, so that no exchange is tested" if moves_nothing else ""
     sys.stdout.write(f"strategy: {strategy.label}{nothing}\n")
-    sys.stdout.write(report(verdict, shown=None if args.all else SHOWN) + "\n")
+    sys.stdout.write(report(verdict) + "\n")
     if not verdict.agrees:
         sys.exit(1)
 
 
-def report(verdict: Verdict, *, shown: int | None) -> str:
+def report(verdict: Verdict) -> str:
     """The relative difference of the output, and the largest ones of the gradients."""
     ordered: list[tuple[str, Any]] = sorted(verdict.gradients.items(), key=lambda named: -named[1])
     lines = [
         f"output: {verdict.output:.1e} apart, relative to its largest entry",
-        f"{len(ordered)} gradients{'' if shown is None else ', the largest differences'}:",
-        *(f"  {difference:.1e}  {name}" for name, difference in ordered[:shown]),
+        f"{len(ordered)} gradients, the largest differences:",
+        *(f"  {difference:.1e}  {name}" for name, difference in ordered[:SHOWN]),
     ]
     if verdict.all_zero:
         lines.append(f"zero in both, so not tested: {', '.join(verdict.all_zero)}")

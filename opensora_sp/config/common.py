@@ -265,6 +265,17 @@ class Common(Strict):
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
 
+    def _check_conditioned(self, setting: str, key: str, wanted: Any) -> None:
+        """Raise ValueError unless the model takes conditioning frames, and a key is as wanted."""
+        takes_frames = getattr(self.model_spec.config, "use_cond", False)
+        scheduler, current = self.scheduler["type"], getattr(self, key)
+        if not takes_frames or scheduler != "rflow" or current != wanted:
+            raise ValueError(
+                f"got {setting} with model.use_cond {takes_frames}, scheduler {scheduler!r} and "
+                f"{key} {current}; expected a model with use_cond=True, 'rflow' and "
+                f"{key}={wanted}; correct these, or remove {setting.partition(' ')[0]}"
+            )
+
     def unused(self) -> Iterator[Unused]:
         """Keys that have no effect with the other keys' values, and why."""
         return iter(())

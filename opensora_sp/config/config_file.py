@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from itertools import chain
 from os.path import abspath, normpath
 from pathlib import Path
@@ -27,7 +28,7 @@ from .draft import DELETE, Draft, Key, dotted, leaves, raise_together
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")
 NOT_DATA = (ModuleType, FunctionType, BuiltinFunctionType, type)
-IMPORT_ATTEMPTS = 5
+IMPORT_PAUSES = (0.2, 0.5, 1.0)  # seconds
 
 
 def read_config(path: str | Path) -> Draft:
@@ -156,20 +157,14 @@ def _import_config_class() -> Any:
 
     mmengine imports yapf, which writes a cache at its first import on a machine, not atomically. A
     rank that imports it at the same moment may read a part of that file, so it tries again.
-
-    Raises:
-        ValueError: if the cache stays damaged, as after a kill.
     """
-    for attempt in range(IMPORT_ATTEMPTS):
+    for pause in IMPORT_PAUSES:
         with suppress(EOFError, pickle.UnpicklingError):
             from mmengine.config import Config
 
             return Config
-        time.sleep(0.2 * attempt)
-    raise ValueError(
-        "got a damaged cache of yapf, which mmengine imports; expected a readable file; delete the "
-        "folder YAPF in the cache folder of your account (~/.cache)"
-    )
+        time.sleep(pause)
+    return import_module("mmengine.config").Config
 
 
 def _unreadable(path: str, error: Exception, line: int | None) -> ValueError:
@@ -245,18 +240,10 @@ class SetLines(ast.NodeVisitor):
                 self._assign(target, node.value, node.lineno)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
             self._assign(node.target, node.value, node.lineno)
-        elif isinstance(node, ast.Call):
-            self._update(node)
 
     def _assign(self, target: ast.expr, expression: ast.expr | None, line: int) -> None:
         for key in _keys(target):
             self._set(key, expression, line)
-
-    def _update(self, call: ast.Call) -> None:
-        """``model.update(depth=4)``."""
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "update":
-            for part, expression in _keywords(call).items():
-                self._assign(ast.Attribute(call.func.value, part), expression, expression.lineno)
 
     def _set(self, key: Key, expression: ast.expr | None, line: int) -> None:
         # An assignment replaces what statements before it have set below the key.
@@ -275,15 +262,13 @@ class SetLines(ast.NodeVisitor):
 
 
 def _keys(target: ast.expr) -> list[Key]:
-    """The keys that ``a``, ``a["b"]``, ``a.b`` or a tuple of these set; none for anything else."""
+    """The keys that ``a``, ``a["b"]`` or a tuple of these set; none for anything else."""
     if isinstance(target, ast.Name):
         return [(target.id,)]
     if isinstance(target, (ast.Tuple, ast.List)):
         return list(chain.from_iterable(map(_keys, target.elts)))
     if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
         return [(*key, target.slice.value) for key in _keys(target.value)]
-    if isinstance(target, ast.Attribute):
-        return [(*key, target.attr) for key in _keys(target.value)]
     return []
 
 
@@ -292,14 +277,6 @@ def _entries(literal: ast.expr | None) -> dict[Any, ast.expr] | None:
     if isinstance(literal, ast.Dict):
         pairs = zip(literal.keys, literal.values)
         return {key.value: inner for key, inner in pairs if isinstance(key, ast.Constant)}
-    if (
-        isinstance(literal, ast.Call)
-        and isinstance(literal.func, ast.Name)
-        and literal.func.id == "dict"
-    ):
-        return _keywords(literal)
+    if isinstance(literal, ast.Call) and ast.unparse(literal.func) == "dict":
+        return {keyword.arg: keyword.value for keyword in literal.keywords if keyword.arg}
     return None
-
-
-def _keywords(call: ast.Call) -> dict[str, ast.expr]:
-    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}

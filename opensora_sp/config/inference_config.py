@@ -136,16 +136,8 @@ class InferenceConfig(Common):
                 ) from None
 
     def _condition_fits(self) -> None:
-        if self.cond_type is None:
-            return
-        takes_frames = getattr(self.model_spec.config, "use_cond", False)
-        if not takes_frames or self.scheduler["type"] != "rflow" or self.batch_size != 1:
-            raise ValueError(
-                f"got cond_type {self.cond_type!r} with model.use_cond {takes_frames}, scheduler "
-                f"{self.scheduler['type']!r} and batch_size {self.batch_size}; expected a model "
-                "with use_cond=True, 'rflow' and batch_size=1; correct these, or place frames by "
-                "mask_strategy"
-            )
+        if self.cond_type is not None:
+            self._check_conditioned(f"cond_type {self.cond_type!r}", "batch_size", 1)
 
     def unused(self) -> Iterator[Unused]:
         """See ``Common.unused``."""

@@ -267,20 +267,11 @@ def apply_options(draft: Draft, texts: Sequence[str]) -> None:
     Raises:
         ValueError: with everything that is wrong with them.
     """
-    raise_together(*(partial(_apply_option, draft, text, texts) for text in texts))
+    raise_together(*(partial(_apply_option, draft, text) for text in texts))
 
 
-def _apply_option(draft: Draft, text: str, texts: Sequence[str]) -> None:
+def _apply_option(draft: Draft, text: str) -> None:
     keys, setting = parse_override(text)
-    key = text.partition("=")[0]
-    # A shell expands x={a:1,b:2} into x=a:1 x=b:2.
-    if isinstance(setting, str) and ":" in setting:
-        parts = [other for other in texts if other.startswith(f"{key}=") and ":" in other]
-        if len(parts) > 1:
-            raise ValueError(
-                f"got {FLAG} {' '.join(parts)}; expected a key once. Are they parts of one dict? "
-                f"Then {UNQUOTED}"
-            )
     draft.set(tuple(keys), setting, f"{FLAG} {text}")
 
 

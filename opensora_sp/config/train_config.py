@@ -326,17 +326,8 @@ class TrainConfig(Common):
                 )
 
     def _condition_fits(self) -> None:
-        if self.mask_types is None:
-            return
-        takes_frames = getattr(self.model_spec.config, "use_cond", False)
-        is_flow = self.scheduler["type"] == "rflow"
-        if not takes_frames or not is_flow or self.mask_ratios is not None:
-            raise ValueError(
-                f"got mask_types with model.use_cond {takes_frames}, scheduler "
-                f"{self.scheduler['type']!r} and mask_ratios {self.mask_ratios}; expected a model "
-                "with use_cond=True, 'rflow' and no mask_ratios; correct these, or remove "
-                "mask_types"
-            )
+        if self.mask_types is not None:
+            self._check_conditioned("mask_types", "mask_ratios", None)
 
     def _degradation_fits(self) -> None:
         if not self.noise_augmentation:

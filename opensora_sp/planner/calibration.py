@@ -9,12 +9,10 @@ On a CPU with one thread, its own CPU time counts.
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +28,7 @@ from opensora_sp.models.registry import (
     resolve_config,
 )
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CostModel, Link
+from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.gpus import preset_of
 from opensora_sp.parallel.options import Options
 from opensora_sp.runtime.cost_model_file import device_name
@@ -45,42 +43,25 @@ UNLIMITED = 1e30  # bytes per second
 SENT_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
-@dataclass
-class Calibration:
-    """The rates found, and for each measurement its seconds, sizes and number of repeats."""
-
-    model: CostModel
-    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def facts(self, versions: dict[str, str]) -> dict[str, Any]:
-        """Keys of the file in addition to the rates."""
-        return {
-            "device": self.model.name,
-            "versions": versions,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "measured": self.measured,
-        }
-
-
-def calibrate(device: torch.device, config: Any = None) -> Calibration:
+def calibrate(device: torch.device) -> CostModel:
     """Measure this process's device, and its links to the other ranks. Collective.
+
+    Layers are as wide as ``CPU_WIDTH`` on a CPU, and as STDiT3-XL/2 on a GPU.
 
     Args:
         device: of this rank.
-        config: of a model, whose width and heads are taken; None takes ``CPU_WIDTH`` on a CPU, and
-            the sizes of STDiT3-XL/2 on a GPU.
 
     Returns:
-        Equal on all ranks: the rates of rank 0. A link that there is not has its preset's rates.
+        The rates of rank 0, on all ranks. A link that there is not has its preset's rates.
     """
-    measurement = _Measurement(device, config)
+    measurement = _Measurement(device)
     measurement.products()
     measurement.attention()
     measurement.launches()
     measurement.elementwise()
     measurement.links()
 
-    result = [Calibration(measurement.rates, measurement.measured)]
+    result = [measurement.rates]
     if dist.is_initialized():
         dist.broadcast_object_list(result, src=0)
     return result[0]
@@ -89,22 +70,18 @@ def calibrate(device: torch.device, config: Any = None) -> Calibration:
 class _Measurement:
     """Measures one rate after the other; ``rates`` has all found so far."""
 
-    def __init__(self, device: torch.device, config: Any) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         preset, name = preset_of(device_name()), device_name() or "CPU"
         if self.on_gpu:
             total = torch.cuda.get_device_properties(device).total_memory
-            preset = dataclasses.replace(preset, memory=float(total))
-        self.rates = dataclasses.replace(preset, name=name)
-        self.measured: dict[str, dict[str, Any]] = {}
+            preset = replace(preset, memory=float(total))
+        self.rates = replace(preset, name=name)
 
-        self.width, self.heads = CPU_WIDTH, HEADS
-        if config is not None:
-            self.width, self.heads = config.hidden_size, config.num_heads
-        elif self.on_gpu:
-            self.width, self.heads = 1152, 16
-        self.tokens = 16_384 if self.on_gpu else 1_024
+        self.width, self.heads, self.tokens = CPU_WIDTH, HEADS, 1_024
+        if self.on_gpu:
+            self.width, self.heads, self.tokens = 1152, 16, 16_384
 
     def products(self) -> None:
         """Matrix products of an MLP, forward."""
@@ -112,9 +89,8 @@ class _Measurement:
         up = self._random(4 * self.width, self.width)
         down = self._random(self.width, 4 * self.width)
         seconds = self._seconds(lambda: F.linear(F.linear(x, up), down))
-        self._record("products", seconds, tokens=self.tokens, width=self.width)
         flops = 16.0 * self.tokens * self.width**2
-        self.rates = dataclasses.replace(self.rates, flops=flops / seconds)
+        self.rates = replace(self.rates, flops=flops / seconds)
 
     def attention(self) -> None:
         """Attention over rows of 256 tokens, forward and backward, as blocks compute it."""
@@ -129,12 +105,9 @@ class _Measurement:
         grad = torch.ones_like(out)
         backward = self._seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, True))
 
-        sizes = dict(rows=rows, length=length, heads=self.heads, width=self.width)
-        self._record("attention forward", forward, **sizes)
-        self._record("attention backward", backward, **sizes)
-        unit = dataclasses.replace(self.rates, attention_forward=1.0, attention_backward=1.0)
+        unit = replace(self.rates, attention_forward=1.0, attention_backward=1.0)
         arguments = (rows * self.heads, length, length, width)
-        self.rates = dataclasses.replace(
+        self.rates = replace(
             self.rates,
             attention_forward=unit.attention(*arguments) / forward,
             # The rate of the tiles alone: the sums in fp32 are small.
@@ -146,17 +119,15 @@ class _Measurement:
         seconds, model = self._step(width=8 * 2, heads=2, size=(1, 2, 2, 2), depth=2)
         operators = 2 * (model.forward.operators + model.backward.operators)
         operators += model.forward.once + model.backward.once
-        self._record("launches", seconds, operators=operators)
-        self.rates = dataclasses.replace(self.rates, launch=seconds / operators)
+        self.rates = replace(self.rates, launch=seconds / operators)
 
     def elementwise(self) -> None:
         """The rest of a step, without products, attention and launches."""
         size = (1, 16, 64, 64) if self.on_gpu else (1, 4, 32, 32)
         seconds, model = self._step(self.width, self.heads, size, depth=2)
-        self._record("step", seconds, latents=list(size), width=self.width, pairs=2)
 
         def predicted(memory_bandwidth: float) -> float:
-            rates = dataclasses.replace(self.rates, memory_bandwidth=memory_bandwidth)
+            rates = replace(self.rates, memory_bandwidth=memory_bandwidth)
             shape = BatchShape.of(model.flops.config, size[0], size[1:])
             options = Options(cost_model=rates)
             return seconds_of(shape, options, 1, model=model, element_size=self.dtype.itemsize)
@@ -164,7 +135,7 @@ class _Measurement:
         without, at_one = predicted(UNLIMITED), predicted(1.0)
         rest = max(seconds - without, 0.05 * seconds)
         bandwidth = (at_one - without) / rest
-        self.rates = dataclasses.replace(self.rates, memory_bandwidth=bandwidth)
+        self.rates = replace(self.rates, memory_bandwidth=bandwidth)
 
     def links(self) -> None:
         """All-to-alls within this rank's node, and over all nodes."""
@@ -175,17 +146,14 @@ class _Measurement:
         for ranks in nodes:
             group = dist.new_group(ranks)  # every rank makes every group
             if dist.get_rank() in ranks and len(ranks) > 1:
-                link = self._link(group, "inside a node")
-                self.rates = dataclasses.replace(
-                    self.rates, bandwidth=link.bandwidth, latency=link.latency
-                )
+                bandwidth, latency = self._link(group)
+                self.rates = replace(self.rates, bandwidth=bandwidth, latency=latency)
         if len(nodes) > 1:
-            link = self._link(None, "between nodes")
-            self.rates = dataclasses.replace(
-                self.rates, network_bandwidth=link.bandwidth, network_latency=link.latency
-            )
+            bandwidth, latency = self._link(None)
+            self.rates = replace(self.rates, network_bandwidth=bandwidth, network_latency=latency)
 
-    def _link(self, group: Any, name: str) -> Link:
+    def _link(self, group: Any) -> tuple[float, float]:
+        """Bytes per second and seconds of an all-to-all."""
         ranks = dist.get_world_size(group)
         sent, seconds = [], []
         for nbytes in SENT_BYTES:
@@ -200,19 +168,13 @@ class _Measurement:
             sent.append(4.0 * elements * (ranks - 1) / ranks)
             seconds.append(float(slowest))
 
-        self.measured[f"all-to-all {name}"] = {
-            "ranks": ranks,
-            "sent bytes": sent,
-            "seconds": seconds,
-            "repeats": EXCHANGES_REPEATED,
-        }
-        return fitted_link(name, sent, seconds)
+        return fitted_link(sent, seconds)
 
     def _step(
         self, width: int, heads: int, size: tuple[int, int, int, int], depth: int
     ) -> tuple[float, ModelCosts]:
         """Seconds of forward and backward of a small STDiT3, and its costs."""
-        config: Any = dataclasses.replace(
+        config: Any = replace(
             resolve_config(REFERENCE_PRESET),
             hidden_size=width,
             num_heads=heads,
@@ -220,7 +182,9 @@ class _Measurement:
             caption_channels=width,
             model_max_length=TEXT,
         )
-        model = _model_on(config, self.device, self.dtype)
+        torch.manual_seed(0)
+        with self.device:
+            model: Any = model_class(REFERENCE)(config).to(self.dtype)
         latents = (size[0], config.in_channels, *size[1:])
 
         inputs = step_inputs(model, latents, self.device.type)
@@ -253,17 +217,15 @@ class _Measurement:
     def _random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, device=self.device, dtype=self.dtype)
 
-    def _record(self, name: str, seconds: float, **sizes: Any) -> None:
-        self.measured[name] = {"seconds": seconds, "repeats": REPEATS, **sizes}
 
-
-def fitted_link(name: str, sent: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The link whose line through ``seconds`` over bytes has the least relative errors."""
-    weights = 1 / np.asarray(seconds)
-    per_byte, latency = np.polyfit(sent, seconds, 1, w=weights)
+def fitted_link(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Bytes per second and latency of a link, by the line through ``seconds`` over bytes that has
+    the least relative errors.
+    """
+    per_byte, latency = np.polyfit(sent, seconds, 1, w=1 / np.asarray(seconds))
     fastest = max(num_bytes / taken for num_bytes, taken in zip(sent, seconds, strict=True))
     bandwidth = 1 / per_byte if per_byte > 0 else fastest
-    return Link(name, float(bandwidth), max(0.0, float(latency)))
+    return float(bandwidth), max(0.0, float(latency))
 
 
 def _ranks_by_node() -> list[list[int]]:
@@ -274,9 +236,3 @@ def _ranks_by_node() -> list[list[int]]:
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
     return list(nodes.values())
-
-
-def _model_on(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    with device:
-        return model_class(REFERENCE)(config).to(dtype)

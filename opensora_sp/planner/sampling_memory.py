@@ -36,6 +36,12 @@ from .run_estimator import Memory, RunEstimator
 aten = torch.ops.aten
 FREE_SHARE = 0.9
 """Of the free memory, what the peak may be: the rest is for workspaces and fragmentation."""
+FRAMES_AT_ONCE = {
+    "VideoAutoencoderKL": "micro_batch_size",
+    "OpenSoraVAE_V1_2": "micro_batch_size",
+    "OpenSoraVAE_V1_3": "micro_batch_size_2d",
+}
+"""By type of autoencoder, the option that bounds the frames that are decoded at once."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,11 @@ def placements(cfg: InferenceConfig) -> Iterator[InferenceConfig]:
 
     if _can_offload("vae", vae, LATENT_ENCODERS):
         vae["offload"] = True
-        yield cfg.model_copy(update=dict(text_encoder=text_encoder, vae=vae))
-    for name in ("micro_batch_size", "micro_batch_size_2d"):
-        if _decodes_by_frame(vae, name):
-            vae = {**vae, name: 1}
-            yield cfg.model_copy(update=dict(text_encoder=text_encoder, vae=vae))
+        yield cfg.model_copy(update=dict(text_encoder=text_encoder, vae=dict(vae)))
+    frames = FRAMES_AT_ONCE.get(vae["type"])
+    if frames is not None and vae.get(frames) != 1:
+        vae[frames] = 1
+        yield cfg.model_copy(update=dict(text_encoder=text_encoder, vae=dict(vae)))
 
 
 def placed(
@@ -153,30 +159,20 @@ def sampling_memory(
 def describe_placement(cfg: InferenceConfig) -> str:
     """Placement of the encoders' weights, in words."""
     parts = []
-    for key, offload in (
-        ("text encoder", cfg.text_encoder.get("offload")),
-        ("autoencoder", cfg.vae.get("offload")),
-    ):
-        if offload:
-            parts.append(f"{key} on the host{', by layers' if offload == 'layers' else ''}")
-    sizes = {name: cfg.vae.get(name) for name in ("micro_batch_size", "micro_batch_size_2d")}
-    frames = [f"{name} {size}" for name, size in sizes.items() if size is not None]
-    return ", ".join([*(parts or ["all weights on the device"]), *frames])
+    for name, section in (("text encoder", cfg.text_encoder), ("autoencoder", cfg.vae)):
+        if section.get("offload"):
+            layers = ", by layers" if section["offload"] == "layers" else ""
+            parts.append(f"{name} on the host{layers}")
+    parts = parts or ["all weights on the device"]
+    frames = FRAMES_AT_ONCE.get(cfg.vae["type"], "")
+    if cfg.vae.get(frames) is not None:
+        parts.append(f"{frames} {cfg.vae[frames]}")
+    return ", ".join(parts)
 
 
 def _can_offload(key: str, config: dict[str, Any], known: dict[str, Any]) -> bool:
     cls = known.get(split_type(key, config)[0])
     return hasattr(cls, "planned") and "offload" not in config
-
-
-def _decodes_by_frame(vae: dict[str, Any], name: str) -> bool:
-    """True if an option bounds the frames that are decoded at once, and is not 1 already."""
-    options = {
-        "VideoAutoencoderKL": "micro_batch_size",
-        "OpenSoraVAE_V1_2": "micro_batch_size",
-        "OpenSoraVAE_V1_3": "micro_batch_size_2d",
-    }
-    return options.get(vae["type"]) == name and vae.get(name) != 1
 
 
 def _encoder(key: str, config: dict[str, Any], known: dict[str, Any]) -> Any:

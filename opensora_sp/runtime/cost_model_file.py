@@ -14,7 +14,7 @@ from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.gpus import PRESETS, preset_of
 
 MAX_BYTES = 1 << 16
-KEYS = {"cost_model", "device", "versions", "date", "measured"}
+KEYS = {"cost_model", "device", "versions", "date"}
 
 
 def cost_model_of(setting: str | None, default: CostModel | None = None) -> CostModel:

@@ -69,7 +69,7 @@ def test_ratios_of_buckets_are_those_measured():
     torch.set_num_threads(1)
     try:
         config, model = small_model()
-        rates, costs = calibrate(torch.device("cpu")).model, ModelCosts.of("STDiT3", config)
+        rates, costs = calibrate(torch.device("cpu")), ModelCosts.of("STDiT3", config)
         found = measured(model, repeats=3)
     finally:
         torch.set_num_threads(threads)
@@ -88,25 +88,22 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: Any) -> Non
     path = tmp_path / "rates.json"
     main(["plan", "--calibrate", str(path)])
     rates, facts = read_cost_model(path), json.loads(path.read_text())
-    assert "GFLOP/s" in capsys.readouterr().out
+    assert f"flops: {rates.flops}\n" in capsys.readouterr().out
     assert rates.name == facts["device"] == "CPU" and not rates.asynchronous
     assert 1e8 < rates.flops < 1e13 and 0 < rates.launch < 1e-2
     # Nothing to exchange with: the preset's links.
     assert (rates.bandwidth, rates.latency) == (CPU.bandwidth, CPU.latency)
-    assert all(one["repeats"] > 1 and one["seconds"] > 0 for one in facts["measured"].values())
 
 
 def calibrated() -> dict[str, Any]:
     torch.set_num_threads(1)
-    found = calibrate(torch.device("cpu"))
+    rates = calibrate(torch.device("cpu"))
     assert dist.get_world_size() == 2
-    return {"model": found.model.to_dict(), "links": found.measured["all-to-all inside a node"]}
+    return rates.to_dict()
 
 
 @pytest.mark.slow
 def test_ranks_measure_their_links_and_agree():
     first, second = run_ranks(2, calibrated)
     assert first == second
-    links = first["links"]
-    assert links["ranks"] == 2 and len(links["sent bytes"]) == len(links["seconds"]) == 6
-    assert first["model"]["bandwidth"] != CPU.bandwidth
+    assert first["bandwidth"] != CPU.bandwidth

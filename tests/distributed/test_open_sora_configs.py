@@ -164,7 +164,7 @@ def test_training_options_of_1_3_that_do_not_fit(tmp_path: Path) -> None:
     write(tmp_path, v13=V1_3)
     for option, message in {
         "mask_types={'i2v_haed': 1}": "got 'i2v_haed' in mask_types; expected one of",
-        "mask_ratios={'image_head': 0.5}": "expected a model with use_cond=True, 'rflow' and no",
+        "mask_ratios={'image_head': 0.5}": "use_cond=True, 'rflow' and mask_ratios=None",
         "model.use_cond=False": "got mask_types with model.use_cond False",
         "scheduler.drop_condition={'both': 1}": "got 'both' in scheduler.drop_condition; expected",
         "mask_types={'none': 0}": "expected a weight above 0",

@@ -61,7 +61,7 @@ def test_a_difference_is_reported_with_the_exit_status(
     )
 
     nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
-    assert not nan.agrees and "NOT EQUAL" in verify.report(nan, shown=None)
+    assert not nan.agrees and "NOT EQUAL" in verify.report(nan)
 
 
 def test_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:

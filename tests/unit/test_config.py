@@ -14,7 +14,6 @@ from opensora_sp.config import (
     dump_config,
     load_inference_config,
     load_train_config,
-    parse_override,
     split_type,
 )
 from opensora_sp.config.components import check_options
@@ -39,10 +38,6 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
     assert sum(p.numel() for p in model.parameters()) > 1e6
     (tmp_path / "config.py").write_text(dump_config(cfg))
     assert load(tmp_path / "config.py") == cfg
-
-
-def test_all_configs_are_found() -> None:
-    assert len(TRAIN) == 8 and len(SAMPLE) == 4
 
 
 @pytest.mark.parametrize(
@@ -146,18 +141,6 @@ def test_options_of_a_custom_class_are_checked_together() -> None:
         "got vae.model_x = 'high'; expected a valid number",
     ):
         assert message in str(error.value)
-
-
-def test_overrides_are_data() -> None:
-    assert parse_override("sp_size=4") == (["sp_size"], 4)
-    assert parse_override("optimizer.betas=(0.9, 0.95)") == (["optimizer", "betas"], (0.9, 0.95))
-    assert parse_override("outputs=a red fox, running") == (["outputs"], "a red fox, running")
-    assert parse_override("x=False") == (["x"], False) and parse_override("x=none") == (["x"], None)
-    assert parse_override("x=__import__('os').getcwd()") == (["x"], "__import__('os').getcwd()")
-    cfg = load_train_config(
-        DEMO, ["sp_size=4", "optimizer.lr=1e-5", "image_size=None", "resolution=32x48"]
-    )
-    assert (cfg.sp_size, cfg.optimizer.lr, cfg.size) == (4, 1e-5, (32, 48))
 
 
 def test_a_resolution_of_the_command_line_replaces_the_frame_size_of_the_config() -> None:

