@@ -40,7 +40,6 @@ PLACES = {
     "reference 1 is the last frame": "0,0,0,-1",
     "reference 2 is the first frame": "0,1",
     "reference 2 is the last frame": "0,1,0,-1",
-    "all of reference 1, from the first frame": "0,0,0,0,1000",
     "reference 1 is the first frame, half regenerated": "0,0,0,0,1,0.5",
 }
 
@@ -76,21 +75,13 @@ def refusal(
     Args:
         check: raises ValueError or OSError for what is refused.
     """
-
-    def error_of(request: Mapping[str, Any]) -> str:
-        try:
-            check(request)
-        except (ValueError, OSError) as error:
-            return worded(error)
-        return ""
-
-    if not error_of(values):
-        return "", ""
     tried: dict[str, Any] = {"prompt": "any"}
     for key in FIELDS:
         tried[key] = values[key]
-        if error := error_of(tried):
-            return key, error
+        try:
+            check(tried)
+        except (ValueError, OSError) as error:
+            return key, worded(error)
     return "", ""
 
 
@@ -98,8 +89,9 @@ def worded(error: Exception) -> str:
     """An error with labels in place of config keys, and without the path of the config."""
     text = re.sub(r"^in \S+:\s+|scheduler\.| \[--[\w-]+\]", "", str(error))
     for key, (label, _) in FIELDS.items():
-        name = key.removeprefix("scheduler.")
-        text = re.sub(rf"(?<![\w./]){name}(?![\w/])", label.partition(":")[0], text)
+        name, label = key.removeprefix("scheduler."), label.partition(":")[0]
+        if name != label.lower():
+            text = re.sub(rf"(?<![\w./]){name}(?![\w/])", label, text)
     return text
 
 

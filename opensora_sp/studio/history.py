@@ -13,7 +13,6 @@ from PIL import Image
 
 from opensora_sp.common.files import read_json
 from opensora_sp.data import read_video
-from opensora_sp.training.curves import modified
 
 from .folders import Folders
 
@@ -51,13 +50,13 @@ def results(folders: Folders, words: str = "") -> list[Result]:
     return shown
 
 
-def thumbnail(video: Path) -> Image.Image:
-    """The frame in the middle; gray for a video that cannot be read."""
-    return _thumbnail(video, modified(video))
-
-
 @lru_cache(4 * SHOWN)
-def _thumbnail(video: Path, written: int) -> Image.Image:
+def thumbnail(video: Path, written: int) -> Image.Image:
+    """The frame in the middle; gray for a video that cannot be read.
+
+    Args:
+        written: when, so that another video of the same name is read again.
+    """
     image = Image.new("RGB", (SIDE, SIDE), "gray")
     with suppress(ValueError, OSError, IndexError):
         image = Image.fromarray(read_video(video, num_frames=1)[0][0])

@@ -7,7 +7,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -79,12 +79,15 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     sources = [parse_source(source) for source in given.get("lora", ())]
     adapters = [(folders.checked(path, executed=True), scale) for path, scale in sources]
 
-    config = sampling_config([checkpoint, *(path for path, _ in adapters)], folders)
+    siblings = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
+    config = next((path / SAMPLING for path in siblings if (path / SAMPLING).is_file()), None)
+    if config is None:
+        raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
     given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
     given |= dict(prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None)
     # The page shows one video, whatever the run's config has.
     given |= dict(num_samples=1, outputs=str(outputs), format="mp4", sp_size=nproc)
-    cfg = load_inference_config(config, values=given)
+    cfg = load_inference_config(folders.checked(config, executed=True), values=given)
 
     # Before any file is opened; a prompt may name some too.
     for request in requests_of(cfg):
@@ -93,14 +96,6 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     cfg = cfg.model_copy(update={"lora": resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)})
     requests, weights = preflight(cfg, nproc)
     return Work.of(cfg, requests[0], weights)
-
-
-def sampling_config(paths: Sequence[Path], folders: Folders) -> Path:
-    """The config next to weights or adapters, of which the first path is the checkpoint's."""
-    for path in (paths[0], paths[0].parent, *paths[1:]):
-        if (path / SAMPLING).is_file():
-            return folders.checked(path / SAMPLING, executed=True)
-    raise ValueError(f"got {str(paths[0])!r} without {SAMPLING}; expected a run; choose one")
 
 
 def with_references(work: Work) -> Work:

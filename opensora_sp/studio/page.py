@@ -12,18 +12,18 @@ import gradio as gr
 from gradio.processing_utils import save_file_to_cache
 
 from opensora_sp.sampling.outputs import facts_of
+from opensora_sp.training.curves import modified
 
 from . import form, views
 from .folders import Folders, short_names
 from .form import FIELDS
 from .history import Result, delete, results, thumbnail
 from .jobs import Job, Queue
-from .page_runs import runs_tab
+from .page_runs import QUIET, runs_tab
 
 # Seconds between two looks at jobs, at the history, and at uploads, which are kept for so long.
 POLL, REFRESH, KEPT = 0.5, 3.0, (3600, 24 * 3600)
 MAX_VIDEOS = 16
-QUIET: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
 COMPARE = ("Compare with the next", "Compare no longer")
 CONFIRM = "(words) => confirm('Delete this video for good?') ? words : null"
 
@@ -169,8 +169,7 @@ def _history(folders: Folders, fields: dict[str, Any]) -> list[Any]:
         return [path, *_shown(folders, [other, path])]
 
     def hold(path: str | None, other: str | None) -> list[Any]:
-        now = None if other else path
-        return [now, COMPARE[now is not None]]
+        return [None, COMPARE[0]] if other or not path else [path, COMPARE[1]]
 
     def fill(path: str | None) -> list[Any]:
         if not path:
@@ -186,28 +185,25 @@ def _history(folders: Folders, fields: dict[str, Any]) -> list[Any]:
     def drop(text: str | None, path: str | None) -> list[Any]:
         """``text`` is None where the user has thought better of it."""
         if text is None or path is None:
-            return [gr.skip()] * 5
+            return [gr.skip()] * 3
         video = folders.checked(path)
         if video in folders.history():
             delete(video)
-        return [*listed(text, None), None, "", None]
+        return [None, "", None]
 
     def listed(text: str, names: list[str] | None) -> list[Any]:
         """The list, if it has changed: a choice in one that is built anew is lost."""
         found = results(folders, text)
         now = [each.caption for each in found]
-        changed = [(thumbnail(each.video), each.caption) for each in found]
+        changed = [(thumbnail(each.video, modified(each.video)), each.caption) for each in found]
         return [gr.skip() if now == names else changed, now]
 
     gallery.select(choose, kept, [chosen, shown, metadata], **QUIET)
     keep.click(hold, [chosen, kept], [kept, keep], **QUIET)
     reuse.click(fill, chosen, list(fields.values()), **QUIET)
-    remove.click(
-        drop, [words, chosen], [gallery, before, chosen, shown, metadata], js=CONFIRM, **QUIET
-    )
-    gr.on(
-        [words.change, gr.Timer(REFRESH).tick], listed, [words, before], [gallery, before], **QUIET
-    )
+    remove.click(drop, [words, chosen], [chosen, shown, metadata], js=CONFIRM, **QUIET)
+    events = [words.change, gr.Timer(REFRESH).tick]
+    gr.on(events, listed, [words, before], [gallery, before], **QUIET)
     return [chosen, shown, metadata]
 
 

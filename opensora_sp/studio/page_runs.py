@@ -57,9 +57,8 @@ def runs_tab(folders: Folders, page: gr.Blocks) -> None:
             "plots": (changes(paths), chosen, options),
         }
         is_new = {key: now[key] != seen.get(key) for key in now}
-        updates = [
-            now[key] if is_new[key] else gr.skip() for key in ("summary", "config", "videos")
-        ]
+        texts = ("summary", "config", "videos")
+        updates = [now[key] if is_new[key] else gr.skip() for key in texts]
         group = gr.CheckboxGroup(choices=now["choices"]) if is_new["choices"] else gr.skip()
         drawn = [gr.skip()] * len(CURVES)
         # Again a little later: with colors or legend the browser draws the points from before.
