@@ -34,8 +34,9 @@ class Result:
 
     @property
     def caption(self) -> str:
-        """Differs between videos: the folder's name has the time and a number."""
-        return f"{self.facts['prompt']} | seed {self.facts['seed']} | {self.video.parent.name}"
+        """Differs between videos by the time and the number that begin the folder's name."""
+        folder = self.video.parent.name[: len("20261231-235959-000")]
+        return f"{self.facts['prompt']} | seed {self.facts['seed']} | {folder}"
 
 
 def results(folders: Folders, words: str = "") -> list[Result]:

@@ -25,7 +25,7 @@ from .page_runs import QUIET, runs_tab
 POLL, REFRESH, KEPT = 0.5, 3.0, (3600, 24 * 3600)
 MAX_VIDEOS = 16
 COMPARE = ("Compare with the next", "Compare no longer")
-CONFIRM = "(words) => confirm('Delete this video for good?') ? words : null"
+CONFIRM = "(words, path) => [confirm('Delete this video for good?') ? words : null, path]"
 
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:

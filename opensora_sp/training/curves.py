@@ -201,7 +201,7 @@ def plot(title: str, runs: Mapping[str, Path], *, smoothing: float) -> Plot:
             lines = CURVES[title](run)
         for line in lines:
             line = replace(line, label=name + line.label)
-            if line.is_faint or title == BY_TIMESTEP or smoothing == 0:
+            if line.is_faint or title.startswith("held-out") or smoothing == 0:
                 drawn.add(line, color, 0.0)
                 continue
             measured = replace(line, label=f"{line.label}, measured", is_faint=True)
