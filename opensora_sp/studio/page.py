@@ -75,7 +75,8 @@ def _fields(folders: Folders, queue: Queue, page: gr.Blocks) -> dict[str, Any]:
     def show_values(checkpoint: str | None) -> list[Any]:
         try:
             work = queue.check({"ckpt": checkpoint, "prompt": "any"})
-            values = form.settings_of(facts_of(work.cfg, work.request)) | {"seed": ""}
+            values = form.settings_of(facts_of(work.cfg, work.request))
+            values |= {"prompt": "", "seed": ""}
         except (ValueError, OSError):  # no checkpoint, or text that is still typed
             values = {}
         return [gr.Textbox(placeholder=values.get(key) or FIELDS[key][1]) for key in texts]
