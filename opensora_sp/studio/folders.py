@@ -10,6 +10,7 @@ from pathlib import Path
 from opensora_sp.checkpoint import find_weights
 from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.paths import committed_checkpoints
+from opensora_sp.training.curves import modified
 
 from . import UPLOADS
 
@@ -76,11 +77,16 @@ class Folders:
         return list(dict.fromkeys(path.parent for path in files))
 
 
-def modified(path: Path) -> int:
-    """When a file was written, in ns; 0 where there is none, for a run may be removed."""
-    with suppress(OSError):
-        return path.stat().st_mtime_ns
-    return 0
+def short_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """The shortest ends of paths that differ; a checkpoint has at least its run in front."""
+    names = {}
+    for path in paths:
+        length = 2 if path.name.startswith("step_") else 1
+        others = [other for other in paths if other != path]
+        while any(other.parts[-length:] == path.parts[-length:] for other in others):
+            length += 1
+        names[path] = "/".join(path.parts[-length:])
+    return names
 
 
 def video_of(metadata: Path) -> Path | None:

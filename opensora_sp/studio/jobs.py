@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from opensora_sp.sampling.requests import file_name, requests_of
 from opensora_sp.sampling.run import preflight, resolved_sources
 
 from .folders import SAMPLING, Folders
+from .form import worded
 from .session import Work
 
 
@@ -34,6 +36,7 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     state: Literal["waiting", "running", "done", "cancelled", "failed"] = "waiting"
     steps: tuple[int, int] = (0, 0)  # done, of all
+    began: float = 0.0  # when the first step had been done, by time.monotonic()
     preview: bytes = b""  # PNG
     video: Path | None = None
     error: str = ""
@@ -41,6 +44,14 @@ class Job:
     @property
     def has_ended(self) -> bool:
         return self.state not in ("waiting", "running")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the steps that are left; None before two of them are done."""
+        done, total = self.steps
+        if done < 2:
+            return None
+        return (time.monotonic() - self.began) / (done - 1) * (total - done)
 
     def cancel(self) -> None:
         """At any time: while it is checked, waits or runs, or for nothing once it has ended."""
@@ -64,7 +75,7 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     for key, name in (("ckpt", "checkpoint"), ("prompt", "prompt")):
         if not given.get(key, "").strip():
             raise ValueError(f"got no {name}; expected one; choose or type it")
-    checkpoint = folders.checked(given.get("ckpt", ""), executed=True)
+    checkpoint = folders.checked(given["ckpt"], executed=True)
     sources = [parse_source(source) for source in given.get("lora", ())]
     adapters = [(folders.checked(path, executed=True), scale) for path, scale in sources]
 
@@ -87,6 +98,19 @@ def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs:
     return Work.of(cfg, requests[0], weights)
 
 
+def with_references(work: Work) -> Work:
+    """Copy the references next to the video, which they explain: uploads are removed."""
+    folder, name, prompt = Path(work.cfg.outputs), work.request.name, work.request.prompt
+    if not prompt.references:
+        return work
+    folder.mkdir()
+    copies = []
+    for number, path in enumerate(prompt.references):
+        copies.append(str(shutil.copy(path, folder / f"{name}.{number}{path.suffix}")))
+    prompt = replace(prompt, reference_path=";".join(copies))
+    return replace(work, request=replace(work.request, prompt=prompt))
+
+
 class Queue:
     """Samples one job at a time, in a thread.
 
@@ -102,13 +126,21 @@ class Queue:
     def submit(self, job: Job) -> None:
         """Check a job, which fails where ``work_of`` raises, or else waits."""
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{next(self._numbers):03d}"
-        outputs = self.folders.outputs / f"{name}-{file_name(job.values.get('prompt') or '')}"
+        name += f"-{file_name(job.values.get('prompt') or '')}"
         try:
-            job.work = work_of(job.values, self.folders, nproc=self.ranks.nproc, outputs=outputs)
+            job.work = with_references(self.check(job.values, name))
         except (ValueError, OSError) as error:
-            job.error, job.state = str(error), "cancelled" if job.cancelled.is_set() else "failed"
+            job.error, job.state = (
+                worded(error),
+                "cancelled" if job.cancelled.is_set() else "failed",
+            )
         self.jobs.append(job)
         self._waiting.put(job)
+
+    def check(self, values: Mapping[str, Any], name: str = "new") -> Work:
+        """See ``work_of``; ``name`` is the one of the video's folder."""
+        outputs = self.folders.outputs / name
+        return work_of(values, self.folders, nproc=self.ranks.nproc, outputs=outputs)
 
     def ahead_of(self, job: Job) -> int:
         """The number of living jobs that come before this one."""
@@ -124,10 +156,13 @@ class Queue:
             except Exception as error:
                 job.error, job.state = str(error), "failed"
             self.jobs.remove(job)
+            if job.work is not None and job.video is None:
+                shutil.rmtree(job.work.cfg.outputs, ignore_errors=True)
 
     def _sample(self, job: Job) -> None:
         def on_step(done: int, total: int, preview: bytes) -> None:
             job.steps, job.preview = (done, total), preview or job.preview
+            job.began = job.began or time.monotonic()
 
         kind, *answer = self.ranks.run(job.work, on_step=on_step, is_cancelled=job.cancelled.is_set)
         if kind == "error":

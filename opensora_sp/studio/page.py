@@ -1,42 +1,31 @@
-"""The page, in Gradio."""
+"""The page, in Gradio: its tab Sample, with the history of what was sampled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.processing_utils import save_file_to_cache
 
-from opensora_sp.common.files import read_json
+from opensora_sp.sampling.outputs import facts_of
+from opensora_sp.training.curves import modified
 
-from . import views
-from .folders import Folders
+from . import form, views
+from .folders import Folders, short_names
+from .form import FIELDS
+from .history import Result, delete, results, thumbnail
 from .jobs import Job, Queue
+from .page_runs import QUIET, runs_tab
 
-# Seconds between two looks at a job, at runs, and at uploads, which are kept for so long.
-POLL, REFRESH, KEPT = 0.3, 3.0, (3600, 24 * 3600)
-CSS = """
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
-.row { display: flex; overflow-x: auto; gap: 1rem; } .row figure { flex: 0 0 9rem; margin: 0; }
-progress, .curves img, .row video, .row img { width: 100%; } video, img { max-width: 100%; }
-#shown video, #shown img, #progress img { width: 24rem; } .or { color: inherit !important; }
-pre[role=alert] { color: var(--error-text-color); white-space: pre-wrap; overflow-wrap: anywhere; }
-body:not(.dark) { --color-accent: #2563eb; --button-primary-background-fill: #1d4ed8; }
-body:not(.dark) { --input-placeholder-color: #6b7280; } .dark { --input-placeholder-color: #aaa; }
-#metadata span { color: inherit; }
-"""
-# Config key -> label, and an example.
-FIELDS = {
-    "resolution": ("Size", "e.g. 128x192"),
-    "aspect_ratio": ("Aspect ratio", "e.g. 9:16"),
-    "num_frames": ("Frames", "e.g. 16 or 2s"),
-    "fps": ("FPS", "e.g. 24"),
-    "scheduler.num_sampling_steps": ("Steps", "e.g. 30"),
-    "scheduler.cfg_scale": ("Guidance", "e.g. 7.0"),
-    "seed": ("Seed", "e.g. 42"),
-}
+# Seconds between two looks at jobs, at the history, and at uploads, which are kept for so long.
+POLL, REFRESH, KEPT = 0.5, 3.0, (3600, 24 * 3600)
+MAX_VIDEOS = 16
+COMPARE = ("Compare with the next", "Compare no longer")
+CONFIRM = "(words, path) => [confirm('Delete this video for good?') ? words : null, path]"
 
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:
@@ -45,113 +34,206 @@ def build(folders: Folders, queue: Queue) -> gr.Blocks:
     with page:
         gr.Markdown("# opensora-sp studio")
         with gr.Tab("Sample"):
-            _sampling(folders, queue, page)
+            with gr.Row():
+                with gr.Column():
+                    fields = _fields(folders, queue, page)
+                    count = gr.Slider(1, MAX_VIDEOS, 1, step=1, label="Videos")
+                    with gr.Row():
+                        buttons = [gr.Button("Sample", variant="primary")]
+                        buttons += [gr.Button("Cancel"), gr.Button("Cancel all")]
+                with gr.Column():
+                    listed = gr.HTML(views.IDLE, elem_id="queue")
+                    shown = _history(folders, fields)
+            _sampling(queue, page, [count, *fields.values()], buttons, [listed, *shown])
         with gr.Tab("Runs"):
-            _training(folders, page)
+            runs_tab(folders, page)
     return page
 
 
-def _sampling(folders: Folders, queue: Queue, page: gr.Blocks) -> None:
-    running, fields = gr.State(None), dict[str, Any]()
+def _fields(folders: Folders, queue: Queue, page: gr.Blocks) -> dict[str, Any]:
+    """Fields by config key, which show the run's values and the frames that references set."""
+    files: dict[str, Any] = dict(file_count="multiple", file_types=["image", "video"], height=150)
+    lists: dict[str, Any] = dict(multiselect=True, allow_custom_value=True)
+    fields: dict[str, Any] = {"ckpt": _chooser("ckpt", folders.weights(), allow_custom_value=True)}
+    for key in ("prompt", "negative_prompt"):
+        fields[key] = _text(key)
     with gr.Row():
-        with gr.Column():
-            fields["ckpt"] = _chooser("Checkpoint", folders.weights(), folders)
-            fields["prompt"] = _text("Prompt", "a red circle moving left on a white background")
-            fields["negative_prompt"] = _text("Negative prompt", "what the video should not show")
-            with gr.Row():
-                fields |= {key: _text(*texts, min_width=120) for key, texts in FIELDS.items()}
-            with gr.Accordion("References and LoRA", open=False):
-                files: dict[str, Any] = dict(file_count="multiple", file_types=["image", "video"])
-                fields["reference_path"] = gr.File(label="References", height=150, **files)
-                fields["mask_strategy"] = _text("Mask strategy: frames they set", "0,0,0,0,1,0")
-                fields["lora"] = _chooser("LoRA: PATH or PATH:SCALE, several with ;", [], folders)
-            with gr.Row():
-                start, cancel = gr.Button("Sample", variant="primary"), gr.Button("Cancel")
-        with gr.Column():
-            state, shown = gr.HTML(views.IDLE, elem_id="progress"), gr.HTML(elem_id="shown")
-            history = _chooser("History", [], folders)
-            metadata = gr.JSON(label="Metadata", elem_id="metadata", max_height=384)
-
-    async def sample(*texts: Any) -> AsyncIterator[Any]:
-        values = dict(zip(fields, texts, strict=True))
-        values["reference_path"] = ";".join(values["reference_path"] or ())
-        loras = (values["lora"] or "").split(";")
-        values["lora"] = [lora.strip() for lora in loras if lora.strip()]
-        job = Job(values)
-        try:
-            # It can be cancelled meanwhile.
-            yield job, views.progress(job), *[gr.skip()] * 3
-            await asyncio.to_thread(queue.submit, job)
-            while not job.has_ended:
-                yield job, views.progress(job, queue.ahead_of(job)), "", None, gr.skip()
-                await asyncio.sleep(POLL)
-        finally:
-            # Nobody else can cancel it once the tab is closed.
-            job.cancel()
-        yield None, views.progress(job), *show(job.video), listed(folders.history(), job.video)
-
-    def show(path: str | Path | None) -> tuple[Any, Any]:
-        if not path:
-            return gr.skip(), gr.skip()
-        try:
-            video = folders.checked(path)
-            return views.player(video), read_json(video.with_suffix(".json"))
-        except (ValueError, OSError) as error:
-            return views.alert(error), gr.skip()
-
-    def listed(paths: Sequence[Path], chosen: Path | None = None) -> Any:
-        choice: dict[str, Any] = {"value": str(chosen)} if chosen else {}
-        return gr.Dropdown(choices=_names(paths, folders), **choice)
+        for key in list(FIELDS)[3:10]:
+            fields[key] = _text(key, min_width=120)
+    with gr.Accordion("References and LoRA", open=False):
+        fields["reference_path"] = gr.File(label="References", **files)
+        fields["mask_strategy"] = gr.Dropdown(
+            list(form.PLACES.items()), label=FIELDS["mask_strategy"][0], **lists
+        )
+        picture = gr.HTML(elem_id="frames")
+        fields["lora"] = _chooser("lora", folders.adapters(), **lists)
 
     def refresh() -> list[Any]:
-        return [listed(find()) for find in (folders.weights, folders.adapters, folders.history)]
+        found = (folders.weights(), folders.adapters())
+        return [gr.Dropdown(choices=_choices(paths)) for paths in found]
 
-    inputs, outputs = list(fields.values()), [running, state, shown, metadata, history]
-    events, quiet = [start.click, fields["prompt"].submit], "hidden"
-    gr.on(events, sample, inputs, outputs, concurrency_limit=None, show_progress=quiet)
-    cancel.click(lambda job: job and job.cancel(), running, None, show_progress=quiet, queue=False)
-    history.input(show, history, [shown, metadata], show_progress=quiet)
-    page.load(refresh, None, [fields["ckpt"], fields["lora"], history], show_progress=quiet)
-
-
-def _text(label: str, example: str, **options: Any) -> gr.Textbox:
-    return gr.Textbox(label=label, placeholder=example, lines=1, max_lines=1, **options)
-
-
-def _training(folders: Folders, page: gr.Blocks) -> None:
-    names = _names(folders.trained(), folders)
-    runs = gr.CheckboxGroup(names, value=[path for _, path in names[:1]], label="Runs")
-    curves, videos, before = gr.HTML(), gr.HTML(), gr.State([None] * 3)
-
-    def show(chosen: list[str] | None, seen: list[Any]) -> list[Any]:
-        """Updates of what has changed: a video that is shown again would start anew."""
+    def show_values(checkpoint: str | None) -> list[Any]:
         try:
-            paths = [folders.checked(run) for run in chosen or ()]
-            choices, shown = _names(folders.trained(), folders), "".join(map(views.videos, paths))
+            work = queue.check({"ckpt": checkpoint, "prompt": "any"})
+            values = form.settings_of(facts_of(work.cfg, work.request))
+            values |= {"prompt": "", "seed": ""}
+        except (ValueError, OSError):  # no checkpoint, or text that is still typed
+            values = {}
+        return [gr.Textbox(placeholder=values.get(key) or FIELDS[key][1]) for key in texts]
+
+    def draw(*texts: Any) -> str:
+        values = form.values_of(texts)
+        if not (values["reference_path"] or values["mask_strategy"]):
+            return ""
+        try:
+            work = queue.check(values | {"prompt": "any"})
+            return views.frames(form.placed_frames(work))
         except (ValueError, OSError) as error:
-            return [gr.skip(), views.alert(error), "", [None] * 3]
-        living = [path for _, path in choices if path in (chosen or ())]  # others were removed
-        state = [choices, views.changes([str(path) for path in paths]), shown]
-        is_new = [new != old for new, old in zip(state, seen, strict=True)]
-        return [
-            gr.CheckboxGroup(choices, value=living) if is_new[0] else gr.skip(),
-            views.curves(paths) if is_new[1] else gr.skip(),
-            shown if is_new[2] else gr.skip(),
-            state,
-        ]
+            return views.alert(form.worded(error))
 
-    events, outputs = [page.load, gr.Timer(REFRESH).tick, runs.change], [runs, curves, videos]
-    gr.on(events, show, [runs, before], [*outputs, before], show_progress="hidden")
+    texts = [key for key, field in fields.items() if isinstance(field, gr.Textbox)]
+    page.load(refresh, None, [fields["ckpt"], fields["lora"]], **QUIET)
+    outputs = [fields[key] for key in texts]
+    gr.on([page.load, fields["ckpt"].change], show_values, fields["ckpt"], outputs, **QUIET)
+    drawn = [fields[key].change for key in ("mask_strategy", "reference_path", "ckpt")]
+    drawn += [fields[key].blur for key in ("num_frames", "resolution", "aspect_ratio")]
+    gr.on(drawn, draw, list(fields.values()), picture, **QUIET)
+    return fields
 
 
-def _chooser(label: str, paths: Sequence[Path], folders: Folders) -> gr.Dropdown:
+def _sampling(
+    queue: Queue, page: gr.Blocks, inputs: list[Any], buttons: list[Any], outputs: list[Any]
+) -> None:
+    """Sample and cancel, each tab its own jobs, which it follows."""
+    jobs_of: dict[str | None, list[Job]] = {}
+    seen, (start, cancel, cancel_all) = gr.State(("", None)), buttons
+
+    async def sample(request: gr.Request, number: int, *texts: Any) -> list[Any]:
+        """For each field, the reason if a request is refused for it."""
+        values = form.values_of(texts)
+        seed = values["seed"] or str(secrets.randbelow(1 << 31))
+        seeds = range(int(seed), int(seed) + number) if seed.isdecimal() else [seed]
+        jobs = [Job(values | {"seed": str(each)}) for each in seeds]
+        # They can be cancelled meanwhile.
+        jobs_of.setdefault(request.session_hash, []).extend(jobs)
+        for job in jobs:
+            await asyncio.to_thread(queue.submit, job)
+        refused = ("", "")
+        if jobs[0].state == "failed":
+            refused = await asyncio.to_thread(form.refusal, values, queue.check)
+        return [_marked(refused[1] if key == refused[0] else "", key) for key in FIELDS]
+
+    def follow(before: tuple[str, Path | None], request: gr.Request) -> list[Any]:
+        """Updates of what has changed: a video that is shown again would start anew."""
+        jobs = jobs_of.get(request.session_hash, [])
+        text = views.queue(jobs, queue.ahead_of)
+        video = next((job.video for job in reversed(jobs) if job.video), None)
+        updates = [gr.skip() if text == before[0] else text, *[gr.skip()] * 3]
+        if video is not None and video != before[1]:
+            updates[1:] = [str(video), *_shown(queue.folders, [str(video)])]
+        return [*updates, (text, video)]
+
+    def cancel_first(request: gr.Request) -> None:
+        living = [job for job in jobs_of.get(request.session_hash, []) if not job.has_ended]
+        for job in living[:1]:
+            job.cancel()
+
+    def cancel_every(request: gr.Request) -> None:
+        """Also when the tab is closed: nobody else could cancel them then."""
+        for job in jobs_of.get(request.session_hash, []):
+            job.cancel()
+
+    events = [start.click, inputs[2].submit]
+    gr.on(events, sample, inputs, inputs[1:], trigger_mode="multiple", **QUIET)
+    gr.Timer(POLL).tick(follow, seen, [*outputs, seen], **QUIET)
+    cancel.click(cancel_first, None, None, queue=False)
+    cancel_all.click(cancel_every, None, None, queue=False)
+    page.unload(cancel_every)
+
+
+def _history(folders: Folders, fields: dict[str, Any]) -> list[Any]:
+    """Returns the path of the chosen video, what shows it, and its metadata."""
+    shown = gr.HTML(elem_id="shown")
+    with gr.Row():
+        reuse, keep, remove = map(gr.Button, ("Use these settings", COMPARE[0], "Delete"))
+    metadata = gr.JSON(label="Metadata", elem_id="metadata", max_height=256)
+    words = gr.Textbox("", label="History", placeholder="words of the prompt, the seed, the run")
+    looks: dict[str, Any] = dict(columns=3, object_fit="contain", buttons=[], show_label=False)
+    gallery = gr.Gallery(elem_id="history", allow_preview=False, interactive=False, **looks)
+    # Paths: of the chosen video, and of the one that it is compared with.
+    chosen, kept, before = gr.State(None), gr.State(None), gr.State(None)
+
+    def choose(other: str | None, event: gr.SelectData) -> list[Any]:
+        # By its caption: the list may have changed since.
+        caption = event.value["caption"]
+        path = next(str(each.video) for each in results(folders) if each.caption == caption)
+        return [path, *_shown(folders, [other, path])]
+
+    def hold(path: str | None, other: str | None) -> list[Any]:
+        return [None, COMPARE[0]] if other or not path else [path, COMPARE[1]]
+
+    def fill(path: str | None) -> list[Any]:
+        if not path:
+            return [gr.skip()] * len(FIELDS)
+        facts, files = Result.read(folders.checked(path)).facts, fields["reference_path"]
+        settings = form.settings_of(facts)
+        # Where uploads are: Gradio serves no other files, and removes these.
+        paths = map(folders.checked, settings["reference_path"])
+        copies = [save_file_to_cache(each, files.GRADIO_CACHE) for each in paths]
+        files.temp_files.update(copies)
+        return list((settings | {"reference_path": copies or None}).values())
+
+    def drop(text: str | None, path: str | None) -> list[Any]:
+        """``text`` is None where the user has thought better of it."""
+        if text is None or path is None:
+            return [gr.skip()] * 3
+        video = folders.checked(path)
+        if video in folders.history():
+            delete(video)
+        return [None, "", None]
+
+    def listed(text: str, names: list[str] | None) -> list[Any]:
+        """The list, if it has changed: a choice in one that is built anew is lost."""
+        found = results(folders, text)
+        now = [each.caption for each in found]
+        changed = [(thumbnail(each.video, modified(each.video)), each.caption) for each in found]
+        return [gr.skip() if now == names else changed, now]
+
+    gallery.select(choose, kept, [chosen, shown, metadata], **QUIET)
+    keep.click(hold, [chosen, kept], [kept, keep], **QUIET)
+    reuse.click(fill, chosen, list(fields.values()), **QUIET)
+    remove.click(drop, [words, chosen], [chosen, shown, metadata], js=CONFIRM, **QUIET)
+    events = [words.change, gr.Timer(REFRESH).tick]
+    gr.on(events, listed, [words, before], [gallery, before], **QUIET)
+    return [chosen, shown, metadata]
+
+
+def _shown(folders: Folders, paths: Sequence[str | None]) -> list[Any]:
+    """Videos side by side, and the metadata of the last one."""
+    try:
+        shown = [Result.read(folders.checked(path)) for path in dict.fromkeys(paths) if path]
+        return [views.side_by_side(shown), shown[-1].facts]
+    except (ValueError, OSError) as error:
+        return [views.alert(error), gr.skip()]
+
+
+def _marked(error: str, key: str) -> Any:
+    """A field with an error, or without one; files have no room for it."""
+    if key == "reference_path":
+        return gr.skip()
+    return gr.update(info=error, elem_classes=["refused"] if error else [])
+
+
+def _text(key: str, **options: Any) -> gr.Textbox:
+    label, example = FIELDS[key]
+    return gr.Textbox("", label=label, placeholder=example, lines=1, max_lines=1, **options)
+
+
+def _chooser(key: str, paths: Sequence[Path], **options: Any) -> gr.Dropdown:
     """A list that changes later on, or other text: whoever takes the value checks it."""
-    options: dict[str, Any] = dict(value=str(paths[0]) if paths else None, interactive=True)
-    return gr.Dropdown(_names(paths, folders), label=label, allow_custom_value=True, **options)
+    chosen = str(paths[0]) if paths and key == "ckpt" else None
+    return gr.Dropdown(_choices(paths), label=FIELDS[key][0], value=chosen, **options)
 
 
-def _names(paths: Sequence[Path], folders: Folders) -> list[tuple[str, str]]:
-    """Paths as choices, shown from the last part of the chosen folder on."""
-    roots = [root.parent for root in (*folders.runs, folders.outputs)]
-    root_of = {path: next(root for root in roots if path.is_relative_to(root)) for path in paths}
-    return [(str(path.relative_to(root)), str(path)) for path, root in root_of.items()]
+def _choices(paths: Sequence[Path]) -> list[tuple[str, str]]:
+    return [(name, str(path)) for path, name in short_names(paths).items()]

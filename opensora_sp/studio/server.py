@@ -10,6 +10,7 @@ import socket
 import sys
 import warnings
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ from opensora_sp.runtime.local_ranks import LocalRanks
 
 from .folders import MEDIA, Folders
 from .jobs import Queue
-from .page import CSS, build
+from .page import build
 from .session import serve
 
 # The browser asks no other host, and sends none the address.
@@ -101,7 +102,9 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     # Of Gradio's own calls of Starlette.
     warnings.filterwarnings("ignore", module="gradio")
     theme = gr.themes.Default(primary_hue="blue", font="system-ui", font_mono="monospace")
-    options: dict[str, Any] = dict(max_file_size="1gb", theme=theme, css=CSS, footer_links=[])
+    options: dict[str, Any] = dict(max_file_size="1gb", theme=theme, footer_links=[])
+    files = Path(__file__).parent
+    options |= dict(css_paths=files / "studio.css", js=(files / "studio.js").read_text())
     # Otherwise it would end this process before its ranks; Ctrl-C is an exception already.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # The end of Python would wait for ranks that live.

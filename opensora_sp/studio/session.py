@@ -114,10 +114,9 @@ class Session:
             parts = pipeline.looped(batch, on_step=steps.after)
 
             errors = list[str]()
-            try:
+            # Without a folder, writing the video is the error.
+            with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:  # writing fails as well, and with a less clear message
-                errors.append(f"{type(error).__name__}: {error}")
             written = write_batch(pipeline, batch, parts, self.mesh, folder, digest, errors)
             answer = ("done", *map(str, written))
             if errors:

@@ -1,22 +1,22 @@
-"""Parts of the page as HTML: the progress of a job, a video, training runs."""
+"""Parts of the page as HTML: jobs, videos, placed references."""
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from opensora_sp.training.curves import CURVES, RunRecord, picture
-from opensora_sp.training.metrics import RANKS
+from opensora_sp.training.metrics import format_time
 from opensora_sp.training.validation import VIDEOS
 
-from .folders import modified, video_of
+from .folders import video_of
+from .history import Result
 from .jobs import Job
 
 COLUMNS = 8  # validations whose videos are shown
+ENDED = 8  # jobs that have ended and are still shown
 IDLE = "<p>Choose a checkpoint, type a prompt, press Enter. Empty fields have the run's values.</p>"
 
 
@@ -26,24 +26,37 @@ def alert(error: Exception | str) -> str:
     return f"<pre role='alert'>{html.escape(text)}</pre>"
 
 
+def queue(jobs: Sequence[Job], ahead_of: Callable[[Job], int]) -> str:
+    """The jobs of a tab: first the living ones in their order, then the newest that have ended."""
+    living = [job for job in jobs if not job.has_ended]
+    ended = [job for job in reversed(jobs) if job.has_ended]
+    shown = [progress(job, ahead_of(job)) for job in living]
+    shown += [progress(job) for job in ended[:ENDED]]
+    return "".join(shown) or IDLE
+
+
 def progress(job: Job, ahead: int = 0) -> str:
     """The state of a job; ``ahead`` jobs come before it."""
+    prompt, seed = (html.escape(str(job.values.get(key) or "")) for key in ("prompt", "seed"))
+    title = f"<p><b>{prompt}</b> seed {seed}</p>"
     if job.state == "failed":
-        return alert(job.error)
+        return f"<article>{title}{alert(job.error)}</article>"
     done, total = job.steps
     running = f"step {done} of {total}" if total else "loading the model"
+    if job.seconds_left is not None:
+        running += f", {format_time(job.seconds_left)} left"
     if job.cancelled.is_set():
         running = "cancelling after this step"
     if done == total > 0:
         running = "decoding the video"
     waiting = f"waiting for {ahead} before it" if job.work else "checking the request"
     texts = {"running": running, "waiting": waiting}
-    shown = f"<p role='status'>{texts.get(job.state, job.state)}</p>"
+    shown = f"{title}<p role='status'>{texts.get(job.state, job.state)}</p>"
     if job.state == "running":
         shown += f"<progress aria-label='steps' value='{done}' max='{total or 1}'></progress>"
         png = base64.b64encode(job.preview).decode()
         shown += f"<img alt='preview' src='data:image/png;base64,{png}'>" if png else ""
-    return shown
+    return f"<article>{shown}</article>"
 
 
 def player(path: Path) -> str:
@@ -54,31 +67,47 @@ def player(path: Path) -> str:
     return f"<video aria-label=sample controls loop muted autoplay playsinline src='{url}'></video>"
 
 
-def changes(runs: Sequence[str]) -> list[str | int]:
-    """Differs where runs have new curves."""
-    names = ("metrics.jsonl", "validation.jsonl", RANKS)
-    return [*runs, *(modified(Path(run, name)) for run in runs for name in names)]
+def figure(path: Path, caption: str) -> str:
+    """A video, or an image, above its caption."""
+    return f"<figure>{player(path)}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
-def curves(runs: Sequence[Path]) -> str:
-    """Plots with a color for each run."""
-    records = list[RunRecord]()
-    for run in runs:
-        with suppress(ValueError, OSError):  # nothing is logged yet
-            records.append(RunRecord.read(run))
-    if not records:
-        return "<p>Choose runs: those that have logged a step are in the list.</p>"
-    return f"<div class='curves'>{''.join(picture(title, records) for title in CURVES)}</div>"
+def side_by_side(results: Sequence[Result]) -> str:
+    """One video, or several, with whether they have the same seed."""
+    shown = "".join(figure(result.video, result.caption) for result in results)
+    seeds = {result.facts["seed"] for result in results}
+    same = "the same seed" if len(seeds) == 1 else "different seeds"
+    return f"<div class='pair'>{shown}</div>" + f"<p>{same}</p>" * (len(results) > 1)
 
 
-def videos(run: Path) -> str:
-    """A row for each prompt, from the newest validation to older ones."""
-    rows: dict[str, str] = {}
-    for folder in sorted((run / VIDEOS).glob("step_" + "[0-9]" * 8), reverse=True)[:COLUMNS]:
-        for metadata in sorted(folder.glob("*.json")):
-            video, step = video_of(metadata), int(folder.name.removeprefix("step_"))
-            if video is not None:
-                figure = f"<figure>{player(video)}<figcaption>step {step}</figcaption></figure>"
-                rows[metadata.stem] = rows.get(metadata.stem, "") + figure
-    titled = {html.escape(f"{run.name}: {name}"): row for name, row in rows.items()}
-    return "".join(f"<h4>{name}</h4><div class='row'>{row}</div>" for name, row in titled.items())
+def frames(parts: Sequence[Sequence[tuple[int, float]]]) -> str:
+    """The latent frames of a video, a row for each part, with the references that set them."""
+    shown = ""
+    for number, part in enumerate(parts, 1):
+        boxes = ""
+        texts = [f"part {number} of {len(parts)}"]
+        for frame, (reference, edit) in enumerate(part):
+            # A reference that does not set it, and one that is the part before, have no number.
+            kind = "kept" if edit == 0 else "changed" if edit < 1 else "free"
+            text = "&middot;" if edit == 1 else str(reference + 1) if reference >= 0 else "&larr;"
+            boxes += f"<span class='{kind}'>{text}</span>"
+            texts += [f"frame {frame} by reference {reference + 1}"] * (reference >= 0)
+        shown += f"<p class='frames' role='img' aria-label='{', '.join(texts)}'>{boxes}</p>"
+    legend = "numbers are references, striped frames are regenerated in part, dots are noise."
+    return f"{shown}<p>Latent frames of the video: {legend}</p>"
+
+
+def videos(runs: Mapping[str, Path]) -> str:
+    """Rows by prompt and run, from the newest validation to older ones."""
+    rows: dict[tuple[str, str], str] = {}
+    for name, run in runs.items():
+        for folder in sorted((run / VIDEOS).glob("step_" + "[0-9]" * 8), reverse=True)[:COLUMNS]:
+            for metadata in sorted(folder.glob("*.json")):
+                video, key = video_of(metadata), (metadata.stem, name)
+                if video is not None:
+                    step = f"step {int(folder.name.removeprefix('step_'))}"
+                    rows[key] = rows.get(key, "") + figure(video, step)
+    shown = ""
+    for (prompt, name), row in sorted(rows.items()):
+        shown += f"<h4>{html.escape(f'{prompt} | {name}')}</h4><div class='row'>{row}</div>"
+    return shown

@@ -1,141 +1,210 @@
-"""Records and plots of training runs, read from their folders, also while they train.
-
-Several runs may share a plot. Each function draws a run into axes whose x is the optimizer step,
-unless it says otherwise.
-"""
+"""Training runs as their folders show them: state, config and curves, also while they train."""
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import ast
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
+from opensora_sp.checkpoint.paths import LOG
+from opensora_sp.common.files import open_regular, parse_json, read_small_file
+from opensora_sp.runtime.run_lock import LOCK, STALE_AFTER
 
-from .metrics import RANKS, plot_loss, read_lines, read_validations
+from .metrics import RANKS, read_lines, read_validations
 
-OLDER = 8  # validations whose losses by timestep are drawn
-LABELS = 40  # that a legend has at most
+State = Literal["running", "stalled", "ended", "stopped", "failed"]
+FILES = ("metrics.jsonl", "validation.jsonl", "sessions.jsonl", RANKS, "summary.json", LOCK)
+MAX_CONFIG = 1 << 20  # bytes
+TAIL = 20_000  # bytes of a file's end that are read for a run's state
+# Without a line for so many seconds, and so many times what one takes, a run is stalled.
+PATIENCE, INTERVALS = 120.0, 5.0
+OLDER = 4  # validations before the newest whose losses by timestep are drawn
+COLORS = ("#3b82f6", "#f97316", "#22a34a", "#ef4444", "#a855f7")
+COLORS += ("#a16207", "#ec4899", "#0d9488", "#84a90b", "#6b7280")
+FAINT = "55"  # opacity of a color, in hexadecimal
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """The files of a run's folder: metrics by step, and validations."""
+class Status:
+    """What a run does, and its newest numbers; empty before it has logged any."""
 
-    folder: Path
-    lines: list[dict[str, Any]]
-    validations: list[dict[str, Any]]
+    state: State
+    began: str
+    stop: int
+    last: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> RunRecord:
-        """Raises ValueError if the folder is not one of a run, or nothing has been logged yet."""
-        if not (folder / "metrics.jsonl").is_file():
-            raise ValueError(
-                f"got {str(folder)!r}, which holds no metrics.jsonl; expected the folder of a "
-                "training run; pass outputs of its config"
-            )
-
-        run = cls(
-            folder,
-            lines=read_lines(folder / "metrics.jsonl"),
-            validations=read_validations(folder),
-        )
-        if not run.lines:
-            raise ValueError(
-                f"got {str(folder)!r}, where no step has been logged yet; expected at least one; "
-                "wait for log_every steps"
-            )
-        return run
-
-    def column(self, key: str) -> np.ndarray:
-        """A number of each line; NaN where it was not measured."""
-        return np.array([line.get(key) for line in self.lines], dtype=float)
+    def read(cls, run: Path) -> Status:
+        sessions, lines = _newest(run / "sessions.jsonl"), _newest(run / "metrics.jsonl")
+        session, last = (lines_[-1] if lines_ else {} for lines_ in (sessions, lines))
+        log = _tail(run / LOG)
+        steps = lines[-1]["step"] - lines[-2]["step"] if len(lines) > 1 else 0
+        interval = steps * (last.get("step_time") or 0.0)
+        state = _state(run, log.rpartition("\n")[2], interval)
+        return cls(state, session.get("began", ""), session.get("stop", 0), last)
 
 
-Draw = Callable[[Any, RunRecord, str], None]
-"""``draw(axes, run, color)``"""
+def _state(run: Path, last_line: str, interval: float) -> State:
+    ages = {name: time.time() - modified(run / name) / 1e9 for name in FILES}
+    if ages["summary.json"] < ages["sessions.jsonl"]:
+        return "ended"
+    # A run removes its lock, unless it is killed; it is refreshed while a run lives.
+    if ages[LOCK] > STALE_AFTER:
+        return "stopped" if "stopped after step" in last_line else "failed"
+    quiet = min(ages["metrics.jsonl"], ages["validation.jsonl"], ages["sessions.jsonl"])
+    return "stalled" if quiet > PATIENCE + INTERVALS * interval else "running"
 
 
-def picture(title: str, runs: Sequence[RunRecord]) -> str:
-    """An HTML image of one of ``CURVES``, with a color for each run; "" if none has a curve."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-    from matplotlib.figure import Figure
-
-    spectrum = colormaps["turbo"]
-    figure = Figure(figsize=(4.8, 3.2), dpi=110, layout="constrained")
-    axes, png = figure.subplots(), io.BytesIO()
-    axes.set(xlabel="optimizer step")
-    axes.grid(alpha=0.3)
-    for number, run in enumerate(runs):
-        # Ten colors are distinct; among more, neighbours are alike, but no two are the same.
-        color = f"C{number}" if len(runs) <= 10 else to_hex(spectrum(number / len(runs)))
-        CURVES[title](axes, run, color)
-    axes.set(title=title, ylabel="")
-    labels = len(axes.get_legend_handles_labels()[0])
-    if labels == 0:
-        return ""
-    if labels <= LABELS:
-        figure.set_figheight(3.2 + 0.1 * labels)
-        figure.legend(loc="outside lower center", ncols=2, fontsize="x-small")
-    figure.savefig(png, format="png")
-    source = base64.b64encode(png.getvalue()).decode()
-    return f"<img alt='{title}' src='data:image/png;base64,{source}'>"
+def _tail(path: Path) -> str:
+    with suppress(OSError), open_regular(path) as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        return file.read(TAIL).decode(errors="replace").rstrip("\n")
+    return ""
 
 
-def _loss(axes: Any, run: RunRecord, color: str) -> None:
-    plot_loss(axes, run.lines, color=color, label=run.folder.name)
+def _newest(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a JSONL file that have a step."""
+    lines = []
+    for text in _tail(path).splitlines():
+        # The first may be cut.
+        with suppress(ValueError):
+            line = parse_json(text.encode(), f"a line of {path}")
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+    return lines
 
 
-def _heldout(axes: Any, run: RunRecord, color: str) -> None:
-    steps, losses = ([line[key] for line in run.validations] for key in ("step", "loss"))
-    if steps:
-        axes.plot(steps, losses, "o-", color=color, markersize=3, label=run.folder.name)
+def modified(path: Path) -> int:
+    """When a file was written, in ns; 0 where there is none, for a run may be removed."""
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
-def _heldout_by_timestep(axes: Any, run: RunRecord, color: str) -> None:
-    """The newest validation, and faintly the earlier ones."""
-    for age, line in enumerate(reversed(run.validations[-OLDER:])):
+def changes(runs: Sequence[Path]) -> list[int]:
+    """Differs where runs have new numbers."""
+    return [modified(run / name) for run in runs for name in FILES[:4]]
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    """The settings in a run's ``config.py``, which is read, not executed."""
+    settings = dict[str, Any]()
+    with suppress(ValueError, OSError, SyntaxError):
+        text = read_small_file(run / "config.py", MAX_CONFIG, "the config of a run")
+        for statement in ast.parse(text).body:
+            if isinstance(statement, ast.Assign):
+                settings[ast.unparse(statement.targets[0])] = ast.literal_eval(statement.value)
+    return settings
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plot.
+
+    Attributes:
+        points: x and y; y is None where it was not measured.
+        is_faint: it is in the background, and smoothed by nobody.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float | None]]
+    is_faint: bool = False
+
+
+Lines = Callable[[Path], list[Line]]
+
+
+def _metric(file: str, key: str) -> Lines:
+    def read(run: Path) -> list[Line]:
+        return [Line("", [(line["step"], line.get(key)) for line in read_lines(run / file)])]
+
+    return read
+
+
+def _by_timestep(run: Path) -> list[Line]:
+    """The newest validation, and faintly the ones before."""
+    lines = []
+    for age, line in enumerate(reversed(read_validations(run)[-1 - OLDER :])):
         losses = line["loss_by_bin"]
-        middles = (np.arange(len(losses)) + 0.5) / len(losses)
-        label = None if age else f"{run.folder.name}, step {line['step']}"
-        axes.plot(middles, losses, ".-", color=color, alpha=0.25 if age else 1, label=label)
-    axes.set(xlabel="timestep, from data (0) to noise (1)")
+        points = [((number + 0.5) / len(losses), loss) for number, loss in enumerate(losses)]
+        lines.append(Line(f", step {line['step']}", points, is_faint=age > 0))
+    return lines
 
 
-def _metric(key: str) -> Draw:
-    def draw(axes: Any, run: RunRecord, color: str) -> None:
-        axes.plot(run.column("step"), run.column(key), color=color, label=run.folder.name)
-        axes.axhline(0, color="grey", linewidth=0.8)  # a part of the range
-
-    return draw
-
-
-def _idle(axes: Any, run: RunRecord, color: str) -> None:
-    """The share of its time in which each rank waits, for data or for others."""
-    lines = read_lines(run.folder / RANKS)
-    steps = [line["step"] for line in lines]
-    for rank in range(len(lines[-1]["data_wait"]) if lines else 0):
+def _idle(run: Path) -> list[Line]:
+    """The share of its time in which each rank waits, for clips or for others, and their mean."""
+    shares: dict[int, list[tuple[float, float | None]]] = {}
+    mean = list[tuple[float, float | None]]()
+    for line in read_lines(run / RANKS, "data_wait", "communication"):
+        waits = [a + b for a, b in zip(line["data_wait"], line["communication"])]
         # The number of ranks may differ where a run was resumed.
-        waits = [
-            line["data_wait"][rank] + line["communication"][rank]
-            if rank < len(line["data_wait"])
-            else np.nan
-            for line in lines
-        ]
-        style = ("-", "--", ":", "-.")[rank % 4]
-        axes.plot(steps, waits, style, color=color, label=f"{run.folder.name}, rank {rank}")
-    axes.axhline(0, color="grey", linewidth=0.8)
+        for rank, wait in enumerate(waits):
+            shares.setdefault(rank, []).append((line["step"], wait))
+        mean.append((line["step"], sum(waits) / len(waits)))
+    ranks = [Line(f", rank {rank}", points, is_faint=True) for rank, points in shares.items()]
+    return [*ranks, Line("", mean)]
 
 
-CURVES: dict[str, Draw] = {
-    "training loss": _loss,
-    "held-out loss": _heldout,
-    "held-out loss by timestep": _heldout_by_timestep,
-    "speed: tokens per second": _metric("tokens_per_s"),
-    "memory: largest peak of a rank, GB": _metric("peak_memory_gb"),
+CURVES: dict[str, Lines] = {
+    "training loss": _metric("metrics.jsonl", "loss"),
+    "held-out loss": _metric("validation.jsonl", "loss"),
+    "held-out loss by timestep": _by_timestep,
+    "speed: tokens per second": _metric("metrics.jsonl", "tokens_per_s"),
+    "memory: largest peak of a rank, GB": _metric("metrics.jsonl", "peak_memory_gb"),
     "idle time: share of each rank": _idle,
 }
+BY_TIMESTEP = "held-out loss by timestep"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Rows (line, x, smoothed, its decimal logarithm or None, measured); colors by line."""
+
+    rows: list[tuple[str, float, float, float | None, float]]
+    colors: dict[str, str]
+    legend: list[str]
+
+    def add(self, line: Line, color: str, smoothing: float) -> None:
+        """Draw a line, smoothed without the bias of averages towards their start at 0."""
+        points = [(x, y) for x, y in line.points if y is not None]
+        if not points:
+            return
+        self.colors[line.label] = color + FAINT * line.is_faint
+        if not line.is_faint:
+            self.legend.append(line.label)
+        average = weight = 0.0
+        for x, y in points:
+            average = smoothing * average + (1 - smoothing) * y
+            weight = smoothing * weight + (1 - smoothing)
+            smooth = average / weight
+            logarithm = math.log10(smooth) if smooth > 0 else None
+            self.rows.append((line.label, x, smooth, logarithm, y))
+
+
+def plot(title: str, runs: Mapping[str, Path], *, smoothing: float) -> Plot:
+    """One of ``CURVES`` for runs by their names.
+
+    Args:
+        smoothing: weight of the past in the exponential moving average over steps, 0 for none; what
+            was measured is then drawn faintly.
+    """
+    drawn = Plot([], {}, [])
+    for number, (name, run) in enumerate(runs.items()):
+        color, lines = COLORS[number % len(COLORS)], list[Line]()
+        # A run that cannot be read is left out.
+        with suppress(ValueError, OSError, TypeError, KeyError):
+            lines = CURVES[title](run)
+        for line in lines:
+            line = replace(line, label=name + line.label)
+            if line.is_faint or title.startswith("held-out") or smoothing == 0:
+                drawn.add(line, color, 0.0)
+                continue
+            measured = replace(line, label=f"{line.label}, measured", is_faint=True)
+            drawn.add(measured, color, 0.0)
+            drawn.add(line, color, smoothing)
+    return drawn

@@ -46,16 +46,17 @@ def take(browser: Any, address: str, args: argparse.Namespace) -> None:
     page = opened(browser, address, width=1100, height=800)
     for label, text in {"Seed": args.seed, "Prompt": args.prompt}.items():
         page.get_by_label(label, exact=True).fill(text)
-    page.get_by_role("button", name="Sample").click()
-    page.locator("[role=status]").filter(has_text="done").wait_for()
+    page.get_by_role("button", name="Sample", exact=True).click()
+    page.locator("[role=status]").filter(has_text="done").first.wait_for()
     page.wait_for_timeout(5000)  # until the player hides its controls
     # In the middle of the way, not where it begins anew.
     time = "document.querySelector('#shown video').currentTime"
     page.wait_for_function(f"0.4 < {time} && {time} < 0.5")
+    page.evaluate("scrollTo(0, 0)")
     page.screenshot(path=args.into / "studio.png")
 
     page.get_by_role("tab", name="Runs").click()
-    page.get_by_alt_text("training loss").wait_for()
+    page.locator("svg.marks").nth(5).wait_for()
     page.wait_for_timeout(1000)
     page.screenshot(path=args.into / "studio_runs.png", full_page=True)
 
@@ -67,7 +68,7 @@ def opened(browser: Any, address: str, **viewport: int) -> Page:
     page: Page = browser.new_context(viewport=viewport).new_page()
     page.set_default_timeout(300_000)
     page.goto(address)
-    page.get_by_role("button", name="Sample").wait_for()
+    page.get_by_role("button", name="Sample", exact=True).wait_for()
     page.wait_for_timeout(1000)
     return page
 

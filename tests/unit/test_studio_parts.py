@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import importlib
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -15,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,11 +37,13 @@ from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
-from opensora_sp.studio import UPLOADS, session, views
-from opensora_sp.studio.folders import Folders
+from opensora_sp.sampling.outputs import facts_of
+from opensora_sp.studio import UPLOADS, history, session, views
+from opensora_sp.studio.folders import Folders, short_names
+from opensora_sp.studio.form import FIELDS, placed_frames, refusal, settings_of, values_of
 from opensora_sp.studio.jobs import Job, Queue, work_of
 from opensora_sp.studio.session import Session, serve
-from opensora_sp.training.curves import RunRecord, picture
+from opensora_sp.training.curves import CURVES, Status, changes, config_of, plot
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"
 
@@ -206,7 +203,9 @@ def test_the_queue_samples_in_order_and_survives_failures(trained: Path, folders
     assert [job.state for job in jobs] == expected and jobs[3].error == "got OSError"
     assert ranks.seen == ["fails", "c", "unwritten", "d"] and jobs[4].video == Path("video.mp4")
     parts = "got &#x27;a&#x27;;\nexpected b;\ndo c"
-    assert views.progress(jobs[0]) == f"<pre role='alert'>{parts}</pre>"
+    assert f"<pre role='alert'>{parts}</pre>" in views.progress(jobs[0])
+    shown = views.queue([jobs[2], jobs[4], Job({"prompt": "<p>"})], queue.ahead_of)
+    assert shown.index("&lt;p&gt;") < shown.index("<b>d</b>") < shown.index("<b>c</b>")
     jobs[4].cancel()
     assert jobs[4].state == "done"
 
@@ -425,7 +424,7 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
         # A video that cannot be written fails alone; ranks and model stay.
         slow = values | {"scheduler.num_sampling_steps": "300"}
         unwritten = ended(queue, slow, lambda job: Path(job.work.cfg.outputs).touch())
-        assert unwritten.state == "failed" and unwritten.error.startswith("got FileExistsError")
+        assert unwritten.state == "failed" and unwritten.error.startswith("got NotADirectoryError")
         assert unwritten.error.endswith(
             f"; look at {folders.outputs}, free space there, or try again"
         )
@@ -440,6 +439,10 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
         assert conditioned.video is not None, conditioned.error + ranks.log.read_text()
         facts = json.loads(conditioned.video.with_suffix(".json").read_text())
         assert facts["lora"] == [f"{adapters}:1.0"] and len(facts["input_sha256"]) == 1
+        # Kept with the video, for the upload is removed.
+        (kept,) = map(Path, facts["input_sha256"])
+        assert facts["reference_path"] == str(kept) and kept.parent == conditioned.video.parent
+        assert kept.read_bytes() == reference.read_bytes()
         frames = [read_video(one, num_frames=5)[0] for one in (first.video, conditioned.video)]
         assert (frames[0] != frames[1]).any()
 
@@ -452,56 +455,174 @@ def test_two_ranks_keep_the_model_cancel_together_and_start_again(
         ranks.stop()
 
 
-def test_runs_are_overlaid_and_change_while_they_train(tmp_path: Path) -> None:
+def test_paths_have_their_shortest_names_that_differ() -> None:
+    paths = ["/a/x/first", "/a/y/first", "/a/z", "/a/x/first/step_1", "/b/z/step_1"]
+    names = ["x/first", "y/first", "z", "first/step_1", "z/step_1"]
+    assert list(short_names([Path(path) for path in paths]).values()) == names
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "lock", "summary", "log"),
+    [
+        ("running", 0, 0, None, ""),
+        ("running", 200, 0, None, ""),  # its lines take 20 s each
+        ("stalled", 300, 0, None, ""),
+        ("ended", 300, None, 0, "finished: 3 of 3 steps"),
+        ("running", 0, 0, 300, ""),  # resumed after its end
+        ("failed", 300, None, None, "step 3/9"),
+        ("failed", 300, 300, None, "step 3/9"),  # killed
+        ("stopped", 300, None, None, "stopped after step 3 of 9 (SIGTERM), with a checkpoint"),
+    ],
+)
+def test_the_state_of_a_run(
+    state: str, age: int, lock: int | None, summary: int | None, log: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run")
+    log_step(run, 4, step_time=20.0)
+    (run / "train.log").write_text(f"{log}\n")
+    ages = {"run.lock": lock, "summary.json": summary, "metrics.jsonl": age}
+    ages |= {"sessions.jsonl": age, "validation.jsonl": age}
+    for name, seconds in ages.items():
+        if seconds is None:
+            (run / name).unlink(missing_ok=True)
+            continue
+        written = time.time() - seconds
+        (run / name).touch()
+        os.utime(run / name, (written, written))
+    status = Status.read(run)
+    assert (status.state, status.stop, status.last["step"]) == (state, 3, 4)
+
+
+def test_curves_are_smoothed_and_follow_runs_that_train(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
-    assert "logged a step" in views.curves([tmp_path])
+    runs = {"one": one, "other": other}
+    drawn = plot("training loss", runs, smoothing=0.5)
+    assert drawn.legend == ["one", "other"]
+    assert len({*drawn.colors.values()}) == 4 and drawn.colors["one, measured"].endswith("55")
+    rows = [row for row in drawn.rows if row[0] == "one"]
+    assert [row[1] for row in rows] == [1, 2, 3] and rows[0][2:] == (1.0, 0.0, 1.0)
+    # Weights 1 and 2; then 1, 2 and 4.
+    means = [(1 + 2 / 2) / 3, (1 + 2 / 2 + 4 / 3) / 7]
+    assert [row[2] for row in rows[1:]] == pytest.approx(means)
+    assert len(plot("training loss", runs, smoothing=0.0).rows) == 6
 
-    videos = one / "validation" / "step_00000003"
-    videos.mkdir(parents=True)
-    for name in ("000-<a>.json", "000-<a>.mp4"):
-        (videos / name).touch()
-    (one / "validation" / "step_x").mkdir()
-    shown, both = views.curves([one]), views.curves([one, other])
-    for curve in ("training loss", "held-out loss by timestep", "idle time: share of each rank"):
-        assert f"alt='{curve}'" in shown
-    assert shown.count("<img") == both.count("<img") == 6 and both[: len(shown)] != shown
-    media = views.videos(one)
-    assert "step 3</figcaption>" in media and "000-&lt;a&gt;" in media and "<a>" not in media
-
-    before = views.changes([str(one)])
-    assert before == views.changes([str(one)]) != views.changes([str(other)])
+    before = changes([one])
+    assert before == changes([one]) != changes([other])
     log_step(one, 4)
-    assert views.changes([str(one)]) != before and views.videos(one) == media
-    assert RunRecord.read(one).lines[-1]["step"] == 4
+    assert changes([one]) != before
+    idle = plot("idle time: share of each rank", {"one": one}, smoothing=0.0)
+    assert {*idle.colors} == {"one", "one, rank 0", "one, rank 1"} and idle.legend == ["one"]
+    by_timestep = plot("held-out loss by timestep", {"one": one}, smoothing=0.9)
+    assert [row[1:3] for row in by_timestep.rows] == [(0.25, 0.4), (0.75, 0.6)]
 
 
-def test_curves_of_empty_torn_and_many_runs(tmp_path: Path) -> None:
-    """Of what a run has not measured there is no plot."""
+def test_curves_of_torn_empty_and_damaged_runs(tmp_path: Path) -> None:
+    """What a run has not measured is left out, and what cannot be read."""
     torn, nan, empty = (write_run(tmp_path / name) for name in ("torn", "nan", "empty"))
     with (torn / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    for path in (nan / "metrics.jsonl", nan / "validation.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            line |= dict(loss=None, loss_by_bin=[None, 0.5], tokens_per_s=None)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (torn / "validation.jsonl").write_text('{"step": 3, "loss": 1, "loss_by_bin": 7}\n')
+    lines = [json.loads(line) for line in (nan / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(line | {"loss": None}) + "\n" for line in lines)
+    (nan / "metrics.jsonl").write_text(text)
     (empty / "metrics.jsonl").write_text("")
-    (torn / "validation.jsonl").unlink()
+    for title in CURVES:
+        runs = {"torn": torn, "nan": nan, "empty": empty}
+        labels = {row[0].partition(",")[0] for row in plot(title, runs, smoothing=0.0).rows}
+        expected = {"torn", "nan", "empty"}
+        if title == "training loss":
+            expected = {"torn"}
+        elif title.startswith(("speed", "memory")):
+            expected = {"torn", "nan"}
+        elif title == "held-out loss by timestep":
+            expected = {"nan", "empty"}
+        assert labels == expected, title
+    assert Status.read(empty).last == {} and Status.read(torn).last["step"] == 3
 
-    assert "have logged a step" in views.curves([empty])
-    assert re.findall("alt='(.*?)'", views.curves([torn, empty])) == [
-        "training loss",
-        "speed: tokens per second",
-        "memory: largest peak of a rank, GB",
-        "idle time: share of each rank",
+
+def test_configs_are_read_and_not_executed(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("a = dict(b=1)\nc = {'d': {'e': (1, 2)}}\n")
+    assert config_of(tmp_path) == {}
+    (tmp_path / "config.py").write_text("lr = 0.1\nc = {'d': {'e': (1, 2)}}\n")
+    assert config_of(tmp_path) == {"lr": 0.1, "c": {"d": {"e": (1, 2)}}}
+    assert config_of(tmp_path / "nowhere") == {}
+
+
+def test_validation_videos_are_rows_by_prompt_and_run(tmp_path: Path) -> None:
+    for name, step in (("one", 3), ("one", 5), ("two", 3)):
+        folder = tmp_path / name / "validation" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        for file in ("000-<a>.json", "000-<a>.mp4"):
+            (folder / file).touch()
+    (tmp_path / "one" / "validation" / "step_x").mkdir()
+    shown = views.videos({name: tmp_path / name for name in ("one", "two")})
+    assert shown.count("<h4>000-&lt;a&gt; | ") == 2 and "<a>" not in shown
+    assert shown.index("step 5") < shown.index("step 3") and shown.count("<video") == 3
+
+
+def test_an_error_has_a_field_and_its_words(trained: Path, folders: Folders) -> None:
+    def check(values: Any) -> Any:
+        return work_of(values, folders, nproc=1, outputs=folders.outputs / "new")
+
+    good = dict.fromkeys(FIELDS, "") | {"ckpt": str(trained), "prompt": "a"}
+    good |= {"reference_path": "", "mask_strategy": "", "lora": []}
+    assert refusal(good, check) == ("", "")
+    for key, text, part in (
+        ("ckpt", "", "got no checkpoint"),
+        ("prompt", "", "got no prompt"),
+        ("resolution", "wide", "got Size 'wide'"),
+        ("num_frames", "many", "Frames"),
+        ("scheduler.num_sampling_steps", "1000000000", "Steps"),
+        ("scheduler.cfg_scale", "nan", "Guidance"),
+        ("seed", "x", "seed"),
+        ("mask_strategy", "0,9", "with 0 references"),
+    ):
+        refused, error = refusal(good | {key: text}, check)
+        assert refused == key and part in error, error
+        assert not {"_", "--", ".py"} & {error[i : i + 1] for i in range(len(error))}, error
+    # The first of two.
+    assert refusal(good | {"seed": "x", "resolution": "wide"}, check)[0] == "resolution"
+
+
+def test_settings_of_a_video_sample_it_again(trained: Path, folders: Folders) -> None:
+    values = {"ckpt": str(trained), "prompt": "a", "seed": "7", "num_frames": "9", "fps": "12"}
+    values |= {"resolution": "28x24", "scheduler.cfg_scale": "2.5", "negative_prompt": "b"}
+    work = work_of(values, folders, nproc=1, outputs=folders.outputs / "1")
+    settings = settings_of(facts_of(work.cfg, work.request))
+    assert settings | values == settings
+    again = work_of(values_of(tuple(settings.values())), folders, nproc=1, outputs=folders.outputs)
+    assert again.request == work.request
+
+
+def test_placed_references_are_drawn_as_they_are_inserted(trained: Path, folders: Folders) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (24, 28), "red").save(folders.outputs / name)
+    paths = ";".join(str(folders.outputs / name) for name in ("a.png", "b.png"))
+    values = {"ckpt": str(trained), "prompt": "a", "reference_path": paths}
+    values |= {"mask_strategy": "0,0;0,1,0,-1,1,0.5"}
+    work = work_of(values, folders, nproc=1, outputs=folders.outputs / "1")
+    assert placed_frames(work) == [[(0, 0.0), (-1, 1.0), (-1, 1.0), (-1, 1.0), (1, 0.5)]]
+    shown = views.frames(placed_frames(work))
+    assert "frame 0 by reference 1, frame 4 by reference 2" in shown
+    assert shown.count("class='free'") == 3 and "class='changed'>2<" in shown
+
+
+def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Folders) -> None:
+    for name in ("1", "2"):
+        folder = folders.outputs / name
+        folder.mkdir()
+        facts = {"prompt": f"cat {name}", "seed": 5, "ckpt": str(trained)}
+        (folder / "000-a.json").write_text(json.dumps(facts))
+        for file in ("000-a.mp4", "000-a.png", "000-a.0.png", "000-ab.png"):
+            (folder / file).touch()
+    assert [each.caption for each in history.results(folders)] == [
+        "cat 2 | seed 5 | 2",
+        "cat 1 | seed 5 | 1",
     ]
-    assert "alt='training loss'" not in views.curves([nan])
-    assert "alt='held-out loss by timestep'" in views.curves([nan])
-
-    runs = [RunRecord.read(write_run(tmp_path / f"run {number}")) for number in range(30)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of matplotlib, where the legend leaves no room for curves
-        assert "<img" in picture("training loss", runs)
+    assert [each.video.parent.name for each in history.results(folders, "CAT 1 seed")] == ["1"]
+    assert history.thumbnail(folders.outputs / "1" / "000-a.mp4", 0).size == (256, 256)
+    history.delete(folders.outputs / "1" / "000-a.mp4")
+    assert [path.name for path in (folders.outputs / "1").iterdir()] == ["000-ab.png"]
 
 
 def test_a_preview_that_fails_is_the_last_one_and_the_video_goes_on(
@@ -560,39 +681,6 @@ def test_the_memory_of_a_model_is_free_before_the_next_one_is_loaded(
     assert events == [0, "build", 0, "build"]
 
 
-async def close_while_it_is_checked(queue: Any, sample: Any, values: list[Any]) -> None:
-    """What Gradio does when a tab is closed, before its request is in the queue."""
-    asked = sample(*values)
-    await anext(asked)
-    checked = asyncio.ensure_future(anext(asked))
-    await asyncio.to_thread(queue.is_checking.wait, 30)
-    checked.cancel()
-    await asyncio.wait([checked])
-    queue.proceed.set()
-
-
-@pytest.mark.slow
-def test_a_tab_closed_while_its_request_is_checked_queues_nothing(folders: Folders) -> None:
-    pytest.importorskip("gradio")
-    page = importlib.import_module("opensora_sp.studio.page")
-
-    class SlowQueue:
-        def __init__(self) -> None:
-            self.is_checking, self.proceed = threading.Event(), threading.Event()
-
-        def submit(self, job: Job) -> None:
-            self.job = job
-            self.is_checking.set()
-            self.proceed.wait(10)
-
-    queue: Any = SlowQueue()
-    functions = page.build(folders, queue).fns.values()
-    (sample,) = (one for one in functions if one.fn.__name__ == "sample")
-    inputs = [None] * len(sample.inputs)
-    asyncio.run(close_while_it_is_checked(queue, sample.fn, inputs))
-    assert queue.job.state == "cancelled" and queue.job.has_ended
-
-
 @pytest.mark.slow
 def test_what_cannot_be_served_is_an_error_of_three_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -628,21 +716,3 @@ def test_without_gradio_the_studio_is_refused(
         main(["studio"])
     error = capsys.readouterr().err
     assert "got opensora-sp studio, and no package gradio; expected the extra 'studio'" in error
-
-
-def test_the_studio_has_at_most_600_lines_of_code() -> None:
-    """Beside blank lines, comments and docstrings."""
-    count = 0
-    for path in Path(views.__file__).parent.glob("*.py"):
-        tree = ast.parse(path.read_text())
-        texts = [one for one in ast.walk(tree) if isinstance(one, ast.Expr)]
-        lines = [set(range(one.lineno, (one.end_lineno or 0) + 1)) for one in texts]
-        is_text = [isinstance(getattr(one.value, "value", None), str) for one in texts]
-        documentation = set().union(*(found for found, text in zip(lines, is_text) if text))
-        code = {
-            number
-            for number, line in enumerate(path.read_text().splitlines(), 1)
-            if line.strip() and not line.strip().startswith("#")
-        }
-        count += len(code - documentation)
-    assert 200 < count <= 600
