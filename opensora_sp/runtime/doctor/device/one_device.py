@@ -200,7 +200,7 @@ def check_model(name: str, setup: Setup) -> Iterator[Finding]:
 
 def step_errors(result: Step, exact: Step) -> dict[str, float]:
     """Relative errors by name: of the output, and of each gradient."""
-    errors = {}
+    errors: dict[str, float] = {}
     for names in ([OUTPUT], [name for name in exact if name != OUTPUT]):
         errors |= relative_errors(result, {name: exact[name] for name in names})
     return errors
