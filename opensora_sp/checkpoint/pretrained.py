@@ -65,8 +65,8 @@ def from_pretrained(
         revision: branch, tag or commit of a name on the hub, as in "owner/name@revision".
         model: class or preset, required without a ``config.json``; otherwise it must agree
             with that.
-        allow_pickle: also read pickled files, without unpickling them, see
-            ``opensora_sp.checkpoint.archive``.
+        allow_pickle: also read pickled files, of which no code is run, see
+            ``opensora_sp.checkpoint.pickle_file``.
         strict: refuse missing, unexpected and reshaped tensors. Otherwise those are skipped with
             a warning, and the model keeps its random ones. Weights of a class that ``model`` is
             derived from are accepted without ``lora``, and what it adds keeps its initialization.

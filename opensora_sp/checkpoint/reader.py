@@ -20,9 +20,8 @@ from torch import Tensor
 
 from opensora_sp.common.files import read_json
 
-from .archive import other_content
 from .paths import find_weights, weight_file
-from .pickle_file import open_pickle
+from .pickle_file import open_pickle, other_content
 from .tensor_file import ShardIndex, is_index, is_safetensors
 
 logger = logging.getLogger(__name__)
@@ -90,8 +89,8 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     Args:
         path: see ``find_weights``. Safetensors are preferred to pickles.
         ema: open the EMA weights of a checkpoint, or of a file that holds both.
-        allow_pickle: also open pickled files (.pt, .pth, .bin), without unpickling them, see
-            ``archive``.
+        allow_pickle: also open pickled files (.pt, .pth, .bin), of which no code is run, see
+            ``pickle_file``.
 
     Raises:
         ValueError: if there are none, they are pickled and that is not allowed, damaged, or not a
@@ -187,7 +186,10 @@ def _open_file(file: Path, *, ema: bool, allow_pickle: bool) -> Weights:
         raise PickledWeightsError(file)
 
     tensors, notes = open_pickle(file, ema=ema)
-    opened = {name: Stored(tensor.shape, tensor.read) for name, tensor in tensors.items()}
+    opened = {
+        name: Stored(tensor.shape, partial(tensor.view, tensor.dtype))
+        for name, tensor in tensors.items()
+    }
     return Weights(file, "pickle", None, opened, notes)
 
 

@@ -124,18 +124,14 @@ class NamedShards:
 
     def _check_groups(self, saved: list[dict[str, Any]], source: Any) -> None:
         """Raise ValueError unless the saved groups hold the same parameters, in the same order."""
-        groups = self.groups()
-        here, there = _group_of(groups), _group_of(saved)
-        names = [name for name in (here | there) if here.get(name) != there.get(name)]
-        if names or len(groups) != len(saved):
-            places = [
-                f"{name} is in group {there.get(name)} there, {here.get(name)} here"
-                for name in names[:4]
-            ]
+        here = [group["parameters"] for group in self.groups()]
+        there = [group["parameters"] for group in saved]
+        if here != there:
+            sizes = [len(names) for names in there], [len(names) for names in here]
             raise ValueError(
-                f"got optimizer state of other parameter groups in {source} ({len(saved)} groups "
-                f"there, {len(groups)} here; {', '.join(places)}); expected the same parameters in "
-                "the same groups; build the optimizer as it was when the state was saved"
+                f"got optimizer state of other parameter groups in {source}, of {sizes[0]} "
+                f"parameters; expected the same parameters in the same groups, {sizes[1]}; build "
+                "the optimizer as it was when the state was saved"
             )
 
     def load_state(
@@ -208,14 +204,6 @@ def load_model(
 def _parameter(key: str) -> str:
     """The parameter's name in ``"exp_avg/<parameter>"``."""
     return key.partition("/")[2]
-
-
-def _group_of(groups: list[dict[str, Any]]) -> dict[str, int]:
-    """The number of the group that holds each parameter."""
-    numbers = {}
-    for number, group in enumerate(groups):
-        numbers.update(dict.fromkeys(group["parameters"], number))
-    return numbers
 
 
 def _json_values(group: dict[str, Any]) -> dict[str, Any]:

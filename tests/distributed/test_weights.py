@@ -323,22 +323,6 @@ def test_pickles_are_read_only_when_allowed(model: STDiT3, state: State, tmp_pat
     assert same(from_pretrained(f"{folder}-safetensors").state_dict(), state)
 
 
-def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
-    for content, message in [
-        ({"epoch": 3}, "holds 3 under 'epoch'"),
-        ([1, 2], "holds list without tensors"),
-        ({"a": torch.ones(1), "step": 7}, "holds 7 under 'step'"),
-    ]:
-        torch.save(content, tmp_path / "a.pt")
-        refused(message, open_weights, tmp_path / "a.pt", allow_pickle=True)
-    torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
-    whole = (tmp_path / "a.pt").read_bytes()
-    for damaged in (whole[:1500], b"", b"PK", b"something else", b"\x80\x02"):
-        (tmp_path / "a.pt").write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"got .*a.pt, which .*; expected"):
-            open_weights(tmp_path / "a.pt", allow_pickle=True)
-
-
 def test_errors_for_places_without_weights_say_what_to_do(state: State, tmp_path: Path) -> None:
     refused(
         "hf download hpcai-tech/OpenSora-STDiT-v3", find_weights, "hpcai-tech/OpenSora-STDiT-v3"
@@ -453,17 +437,8 @@ def test_the_report_of_a_whole_other_model_stays_readable(model: STDiT3, tmp_pat
     )
 
     assert len(message) < 1800
-    save_pretrained(drawn("STDiT2", **SMALL), tmp_path / "hf")
-    refused("_class_name is 'STDiT2' there, 'STDiT3' here", STDiT3.from_pretrained, tmp_path / "hf")
     save_pretrained(model, tmp_path / "three")
     refused("(depth is 2 there, 28 here", from_pretrained, tmp_path / "three", model="STDiT3-XL/2")
-    refused("got model 'STDiT4'", from_pretrained, tmp_path / "three", model="STDiT4")
-    save_file(model.state_dict(), tmp_path / "a.safetensors")
-    refused(
-        "got " + str(tmp_path / "a.safetensors") + " without config.json",
-        from_pretrained,
-        tmp_path / "a.safetensors",
-    )
 
 
 # config.json of the public folders.

@@ -1,4 +1,4 @@
-"""Pickled weights: listed by a machine of a few operations, and never read by torch."""
+"""Pickled weights: read with a few operations of the unpickler, and never by ``torch.load``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ def write_zip(file: Path, content: bytes) -> None:
 
 def test_tensors_are_those_that_torch_reads(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    with_attribute = torch.ones(2)
-    with_attribute.note = "kept by torch"
     state = {
         **nn.Sequential(nn.Linear(3, 4), nn.Conv2d(2, 3, 3).bfloat16()).state_dict(),
         "transposed": base.t(),
@@ -41,7 +39,6 @@ def test_tensors_are_those_that_torch_reads(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "parameter": nn.Parameter(torch.ones(3)),
-        "with attribute": with_attribute,
         "flags": torch.tensor([True, False, True]),
         "numbers": torch.tensor([-1, 1 << 40]),
         "eight bits": torch.ones(5).to(torch.float8_e4m3fn),
@@ -54,8 +51,8 @@ def test_tensors_are_those_that_torch_reads(tmp_path: Path) -> None:
     assert notes == ("took 'state_dict' of the keys ['rng', 'state_dict']",)
     assert list(tensors) == list(state)
     for name, wanted in state.items():
-        read = tensors[name].read()
-        assert (read.dtype, read.shape, tensors[name].shape) == (wanted.dtype, *[wanted.shape] * 2)
+        read = tensors[name]
+        assert (read.dtype, read.shape) == (wanted.dtype, wanted.shape)
         assert torch.equal(read.double(), wanted.double()), name
 
 
@@ -223,30 +220,23 @@ def write_claims(file: IO[bytes], claims: Any) -> None:
         Claim(storage=Bytes(kind=torch.DoubleStorage)),
         Claim(shape=[2]),
         Claim(stride=None),
-    ],
-    ids=range(19),
-)
-def test_a_tensor_outside_of_its_storage_is_refused(claim: Claim, tmp_path: Path) -> None:
-    with (tmp_path / "a.bin").open("wb") as opened:
-        write_claims(opened, {"a": Claim(), "b": claim})
-    with pytest.raises(ValueError, match="which lists tensors that are not in it"):
-        open_weights(tmp_path / "a.bin", allow_pickle=True)
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
         Claim(storage=None),
         Claim(storage=Bytes(key=3)),
         Claim(storage=Bytes(num_items="2")),
         Claim(storage=Bytes(kind="FloatStorage")),
+        Claim(storage=Bytes(num_items=1 << 40)),
+        # Torch itself accepts both: 4 * 2**62 overflows to 0.
+        Claim(storage=Bytes(num_items=1 << 62)),
+        Claim(storage=Bytes(num_items=-1)),
     ],
-    ids=range(4),
+    ids=range(26),
 )
-def test_what_is_no_tensor_is_refused(claim: Claim, tmp_path: Path) -> None:
+def test_a_tensor_outside_of_its_storage_is_refused(claim: Claim, tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("wb") as opened:
         write_claims(opened, {"a": Claim(), "b": claim})
-    with pytest.raises(ValueError, match="which cannot be read .*; expected weights saved by"):
+    with pytest.raises(
+        ValueError, match="which (cannot be read|lists 2 tensors of) .*; expected w"
+    ):
         open_weights(tmp_path / "a.bin", allow_pickle=True)
 
 
@@ -254,7 +244,7 @@ def test_tied_weights_have_many_names_but_not_any_number(tmp_path: Path) -> None
     shared, file = torch.arange(1000.0), tmp_path / "a.bin"
     torch.save({str(n): shared for n in range(6)}, file)
     tensors, _ = open_pickle(file, ema=False)
-    assert all(torch.equal(tensor.read(), shared) for tensor in tensors.values())
+    assert all(torch.equal(tensor, shared) for tensor in tensors.values())
 
     torch.save({str(n): shared for n in range(20)}, file)
     with pytest.raises(ValueError, match="lists 20 tensors of 80000 bytes; expected .* at most 8"):
@@ -279,7 +269,7 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tensors, _ = open_pickle(file, ema=False)
-    assert tensors["a"].read().tolist() == [0, 0]
+    assert tensors["a"].tolist() == [0, 0]
 
 
 def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +308,10 @@ def nested(levels: int) -> Any:
         {"a": torch.ones(2, dtype=torch.complex64)},
         {"a": copyreg},
         {"x" * 10_000: 1},
+        {"a": torch.ones(1), "step": 7},
+        [1, 2],
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_other_content_is_one_sentence(content: Any, tmp_path: Path) -> None:
     if isinstance(content, dict) and content.get("a") is copyreg:
@@ -336,14 +328,13 @@ def test_other_content_is_one_sentence(content: Any, tmp_path: Path) -> None:
     ("content", "name"),
     [
         (b"", "empty"),
-        (b'{"a": [{"b": 1}]}\n', "text that begins with"),
-        (b"import os\n" * 90 + "\u00e9".encode(), "text that begins with 'import os"),
+        (b"import os\n" * 90, "data of another format that begins with b'import os"),
         (b"\0\0\0 ftypisom\0\0\2\0" + bytes(range(256)), "data of another format .*ftypisom"),
         (b"PK\3\4" + bytes(99), "a damaged zip archive"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
         (pickle.dumps({"a": 1}), "a bare pickle"),
     ],
-    ids=["empty", "json", "python", "mp4", "zip", "lfs", "pickle"],
+    ids=["empty", "python", "mp4", "zip", "lfs", "pickle"],
 )
 def test_a_file_without_weights_is_described_by_its_content(
     content: bytes, name: str, tmp_path: Path

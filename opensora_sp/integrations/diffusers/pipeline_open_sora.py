@@ -9,7 +9,6 @@ Legend: B videos, F frames, c latent channels, f x h x w latent size.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,6 @@ from .image_sampler import (
 )
 from .pipeline_folder import ENCODERS, PARTS, PipelineFolder, write_pipeline
 from .scheduler import OpenSoraScheduler
-from .unsupported import advice_for, check_arguments
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 # diffusers has no types.
@@ -62,6 +60,9 @@ class OpenSoraPipelineOutput(BaseOutput):
 
 class OpenSoraPipeline(Base):
     """Videos from texts and images by a model trained with rectified flow (Open-Sora 1.2, 1.3).
+
+    Adapters are merged by ``from_pretrained(..., lora=[...])``: it has no ``load_lora_weights``.
+    Neither does it take embeddings, timesteps or a number of videos per prompt.
 
     Args:
         transformer: the model.
@@ -162,15 +163,6 @@ class OpenSoraPipeline(Base):
             max_shard_size=max_shard_size,
         )
 
-    def __getattr__(self, name: str) -> Any:
-        advice = advice_for(name)
-        if advice is not None:
-            raise AttributeError(
-                f"got {name!r} of a pipeline; expected an attribute of OpenSoraPipeline, which has "
-                f"none of this name; {advice}"
-            )
-        return super().__getattr__(name)
-
     # --- devices
 
     @property
@@ -229,7 +221,6 @@ class OpenSoraPipeline(Base):
         fps: float = 24.0,
         latents: Tensor | None = None,
         return_dict: bool = True,
-        **unsupported: Any,
     ) -> OpenSoraPipelineOutput | tuple[Any]:
         """Sample videos.
 
@@ -249,12 +240,10 @@ class OpenSoraPipeline(Base):
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
-            unsupported: arguments of other pipelines, which may be None.
 
         Raises:
             ValueError: for values that do not fit the model, the autoencoder or each other.
         """
-        check_arguments(unsupported, [*inspect.signature(self).parameters][:-1])
         if output_type not in OUTPUT_TYPES:
             raise ValueError(
                 f"got output_type {output_type!r}; expected one of {OUTPUT_TYPES}; choose one"
