@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# The argument of an attention that has the tokens of its keys, if they are not its queries'.
+CONTEXT = "encoder_hidden_states"
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -37,28 +40,29 @@ class TokenPlan:
             distributed by heads.
         gather: for each module the axes along which its outputs are gathered, by position; None
             for one that is left.
-        streams: the arguments that carry tokens. The first is what the blocks transform; the
-            second, in joint attention or in attention to text, comes with it.
+        streams: the arguments whose tokens are cut, in the order in which a joint attention
+            concatenates them.
+        contexts: for each attention to another stream, which comes as ``encoder_hidden_states``,
+            the name of that stream; by default it is the name of the argument.
     """
 
     inputs: Mapping[str, Mapping[str, Cut]]
     attention: tuple[str, ...]
     gather: Mapping[str, tuple[int | None, ...]]
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
-    streams: tuple[str, str] = ("hidden_states", "encoder_hidden_states")
+    streams: tuple[str, ...] = (CONTEXT, "hidden_states")
+    contexts: Mapping[str, str] = field(default_factory=dict)
 
     # Its modules are ordinary ones.
     names_hook_points = False
 
     def __post_init__(self) -> None:
-        cut = {name for arguments in self.inputs.values() for name in arguments}
-        if self.streams[0] not in cut or not self.attention or not self.gather:
+        if not any(self.is_cut(stream) for stream in self.streams) or not self.gather:
             raise ValueError(
-                f"got a TokenPlan that cuts {sorted(cut)}, with attention {self.attention} and "
-                f"gather {dict(self.gather)}; expected {self.streams[0]!r} to be cut, modules that "
-                "attend, and one whose output is gathered; name them"
+                f"got a TokenPlan that cuts {dict(self.inputs)} and gathers {dict(self.gather)}; "
+                f"expected one of {self.streams} to be cut, and an output gathered; name them"
             )
 
-    def cuts(self, stream: str) -> bool:
+    def is_cut(self, stream: str) -> bool:
         """True if the tokens of this stream are cut, not whole on every rank."""
         return any(stream in arguments for arguments in self.inputs.values())

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, combinations
+from itertools import combinations
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ from .collectives import exchange, gather_rows
 from .engine import Attachment, ForwardPoint, SequenceParallel
 from .layout import ExchangePlan, balanced_range, balanced_sizes, plan_heads
 from .shard_plan import find_modules
-from .token_plan import Cut, TokenPlan
+from .token_plan import CONTEXT, Cut, TokenPlan
 from .typed import is_backward_running
 
 # Called with q, k, v ``[B, L, H, D]`` and a mask; returns ``[B, L, H, D]``.
@@ -90,6 +90,9 @@ class TokenPoints:
         assert isinstance(engine.plan, TokenPlan)
         self.plan: TokenPlan = engine.plan
         self.names: dict[nn.Module, str] = {m: name for name, m in self.model.named_modules()}
+        self.contexts: dict[nn.Module, str] = {}
+        for pattern, stream in self.plan.contexts.items():
+            self.contexts |= dict.fromkeys(find_modules(self.model, pattern), stream)
         self._pass = _Pass()
         # Streams of the queries of each call, by module and number of the call.
         self._streams: dict[tuple[nn.Module, Any], Streams] = {}
@@ -196,7 +199,12 @@ class TokenPoints:
         return now.pieces[key][1]
 
     def _part(self, stream: Tensor, axis: int) -> Tensor:
-        start, stop = balanced_range(stream.shape[axis], self.mesh.sp_size, self.mesh.sp_rank)
+        length = stream.shape[axis]
+        start, stop = balanced_range(length, self.mesh.sp_size, self.mesh.sp_rank)
+        if start == stop and length:
+            # A made-up token, since modules of any kind need not accept none.
+            start = min(start, length - 1)
+            stop = start + 1
         return stream.narrow(axis, start, stop - start)
 
     def _gather(
@@ -223,7 +231,7 @@ class TokenPoints:
 
     def _whole(self, part: Tensor, axis: int, streams: Streams, *, kind: str) -> Tensor:
         """All ranks' tokens, in the order of the ranks."""
-        rows = part.movedim(axis, 0).contiguous()
+        rows = self._real(part, axis, streams).movedim(axis, 0).contiguous()
         counts = self._counts(streams)
         return gather_rows(rows, counts, self.mesh.sp_group, kind=kind).movedim(0, axis)
 
@@ -261,25 +269,20 @@ class TokenPoints:
         """One attention: q, k, v ``[B, L, H, D]`` of the tokens of this rank."""
         streams = self._streams_of(call.module, call.count, q.shape[1])
         call.count += 1
-        text = self.plan.streams[1]
-        if call.arguments.get(text) is not None and text not in streams:
-            if not self.plan.cuts(text):
-                # Text is whole on every rank.
+        context = self.contexts.get(call.module, CONTEXT)
+        keys = streams
+        if call.arguments.get(CONTEXT) is not None and context not in streams:
+            if not self.plan.is_cut(context):
+                # Whole on every rank, such as text.
                 return attention(q, k, v, mask)
-            keys = torch.cat([k, v], dim=-1)
-            keys = self._whole(keys, 1, (text,), kind="heads")
-            if mask is not None:
-                mask = self._whole_mask(call, mask, (text,), k.shape[1])
-            return attention(q, *keys.split([k.shape[-1], v.shape[-1]], -1), mask)
+            keys = (context,)
 
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(
-                f"got {k.shape[1]} keys for {q.shape[1]} queries in {self.names[call.module]!r}; "
-                "expected one of each token; leave the module out of the TokenPlan"
-            )
+        self._check_length(call.module, k.shape[1], keys)
         if mask is not None:
-            mask = self._whole_mask(call, mask, streams, k.shape[1])
-        return self._by_heads(attention, q, k, v, mask, self._counts(streams))
+            mask = self._whole_mask(call, mask, keys)
+        if k.shape[2] != q.shape[2]:
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        return self._by_heads(attention, q, k, v, mask, streams, keys)
 
     def _by_heads(
         self,
@@ -288,33 +291,55 @@ class TokenPoints:
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        counts: Sequence[int],
+        streams: Streams,
+        keys: Streams,
     ) -> Tensor:
-        samples, length, heads, _ = q.shape
-        if k.shape[2] != heads:
-            k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
-        plan = plan_heads(samples * heads, tuple(counts), self.mesh.sp_rank, q.device)
-        back = ExchangePlan(plan.place, plan.pack, plan.recv_splits, plan.send_splits)
+        """The attention of a range of the heads of all samples, over the tokens of all ranks."""
+        samples, _, heads, _ = q.shape
+        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+        if keys == streams:
+            qkv = self._to_heads(torch.cat([q, k, v], dim=-1), streams)
+            q, k, v = qkv.split(widths, dim=-1)
+        else:
+            q = self._to_heads(q, streams)
+            k, v = self._to_heads(torch.cat([k, v], dim=-1), keys).split(widths[1:], dim=-1)
 
-        qkv = torch.cat([q, k, v], dim=-1).transpose(1, 2).flatten(0, 2)  # [B * H * L, 3 * D]
-        qkv = exchange(qkv, plan, self.mesh.sp_group, kind="heads")
-        start, stop = balanced_range(samples * heads, self.mesh.sp_size, self.mesh.sp_rank)
-        qkv = qkv.view(stop - start, sum(counts), 1, qkv.shape[1])
-        parts = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
         if mask is not None:
+            start, stop = balanced_range(samples * heads, self.mesh.sp_size, self.mesh.sp_rank)
             units = torch.arange(start, stop, device=mask.device)
             mask = mask.expand(samples, heads, *mask.shape[2:])[units // heads, units % heads]
             mask = mask.unsqueeze(1)
         # A rank without heads takes part in the exchanges of backward as well.
-        out = attention(*parts, mask) if stop > start else parts[2]
-        out = exchange(out.flatten(0, 2), back, self.mesh.sp_group, kind="heads")
-        return out.view(samples, heads, length, v.shape[-1]).transpose(1, 2)
+        out = attention(q, k, v, mask) if len(q) else q[..., :1] + v[:, :0].sum(1, keepdim=True)
+        return self._from_heads(out, samples, heads, streams)
 
-    def _whole_mask(self, call: _Call, mask: Tensor, streams: Streams, local: int) -> Tensor:
+    def _to_heads(self, x: Tensor, streams: Streams) -> Tensor:
+        """``[B, L, H, C]`` of this rank's tokens -> ``[n, L, 1, C]`` of all ranks' tokens."""
+        samples, _, heads, width = x.shape
+        x = self._real(x, 1, streams).transpose(1, 2).flatten(0, 2)  # [B * H * L, C]
+        x = exchange(x, self._plan(samples * heads, streams, x), self.mesh.sp_group, kind="heads")
+        total = sum(self._counts(streams))
+        return x.view(balanced_sizes(samples * heads, self.mesh.sp_size)[self.mesh.sp_rank], total, 1, width)
+
+    def _from_heads(self, x: Tensor, samples: int, heads: int, streams: Streams) -> Tensor:
+        """The inverse of ``_to_heads``."""
+        plan = self._plan(samples * heads, streams, x)
+        back = ExchangePlan(plan.place, plan.pack, plan.recv_splits, plan.send_splits)
+        x = exchange(x.flatten(0, 2), back, self.mesh.sp_group, kind="heads")
+        local = self._counts(streams)[self.mesh.sp_rank]
+        x = x.view(samples, heads, local, x.shape[-1]).transpose(1, 2)
+        return self._with_made_up(x, 1, streams)
+
+    def _plan(self, num_heads: int, streams: Streams, x: Tensor) -> ExchangePlan:
+        counts = tuple(self._counts(streams))
+        return plan_heads(num_heads, counts, self.mesh.sp_rank, x.device)
+
+    def _whole_mask(self, call: _Call, mask: Tensor, streams: Streams) -> Tensor:
         """A mask ``[B, H or 1, 1, L]`` over the keys of this rank for those of all ranks.
 
         It is gathered once for a forward pass and the arguments that it was made of.
         """
+        local = self._local_length(streams)
         while mask.ndim < 4:
             mask = mask.unsqueeze(1)
         if mask.shape[-1] != local or mask.shape[-2] != 1:
@@ -336,14 +361,14 @@ class TokenPoints:
 
     def _streams_of(self, module: nn.Module, number: Any, local: int) -> Streams:
         """The streams whose tokens a tensor of this module has, by its length on all ranks."""
-        key = module, number
         lengths = self._pass.lengths
-        options = [
-            streams for size in (1, 2) for streams in combinations(self.plan.streams, size)
-            if all(stream in lengths for stream in streams)
-        ]
+        key = module, number
         if key not in self._streams:
-            matches = [self._counts(streams)[self.mesh.sp_rank] == local for streams in options]
+            names = [stream for stream in self.plan.streams if stream in lengths]
+            options = [
+                streams for size in (1, 2, 3) for streams in combinations(names, size)
+            ]
+            matches = [self._local_length(streams) == local for streams in options]
             agreed = torch.tensor(matches, dtype=torch.int32)
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self.mesh.host_group)
             if not agreed.any():
@@ -352,18 +377,49 @@ class TokenPoints:
                     f"{lengths}; cut in the TokenPlan all that enters"
                 )
             self._streams[key] = options[int(agreed.argmax())]
-        expected = self._counts(self._streams[key])[self.mesh.sp_rank]
+        self._check_length(module, local, self._streams[key])
+        return self._streams[key]
+
+    def _check_length(self, module: nn.Module, local: int, streams: Streams) -> None:
+        expected = self._local_length(streams)
         if local != expected:
             raise ValueError(
-                f"got {local} tokens in {self.names[module]!r}; expected {expected}, as in the "
-                "first pass; cut in the TokenPlan all that enters"
+                f"got {local} tokens in {self.names[module]!r}; expected {expected}, the range of "
+                f"{streams} on this rank; cut in the TokenPlan all that enters"
             )
-        return self._streams[key]
 
     def _counts(self, streams: Streams) -> list[int]:
         """The tokens of these streams on each rank."""
         sizes = [balanced_sizes(self._pass.lengths[name], self.mesh.sp_size) for name in streams]
         return [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
+
+    def _local_sizes(self, streams: Streams) -> list[tuple[int, int]]:
+        """Of each stream on this rank: its tokens, and those that modules see."""
+        sizes = [self._counts((stream,))[self.mesh.sp_rank] for stream in streams]
+        wholes = [self._pass.lengths[stream] for stream in streams]
+        return [(size, size or min(whole, 1)) for size, whole in zip(sizes, wholes, strict=True)]
+
+    def _local_length(self, streams: Streams) -> int:
+        return sum(seen for _, seen in self._local_sizes(streams))
+
+    def _real(self, x: Tensor, axis: int, streams: Streams) -> Tensor:
+        """Without made-up tokens."""
+        sizes = self._local_sizes(streams)
+        if all(size == seen for size, seen in sizes):
+            return x
+        parts = x.split([seen for _, seen in sizes], axis)
+        return torch.cat([p.narrow(axis, 0, n) for p, (n, _) in zip(parts, sizes, strict=True)], axis)
+
+    def _with_made_up(self, x: Tensor, axis: int, streams: Streams) -> Tensor:
+        """With zeros for made-up tokens."""
+        sizes = self._local_sizes(streams)
+        if all(size == seen for size, seen in sizes):
+            return x
+        parts: list[Tensor] = []
+        for part, (size, seen) in zip(x.split([n for n, _ in sizes], axis), sizes, strict=True):
+            zeros = x.new_zeros([*x.shape[:axis], seen - size, *x.shape[axis + 1 :]])
+            parts += [part, zeros]
+        return torch.cat(parts, axis)
 
     def _check_made(self) -> None:
         """Refuse a plan whose cuts did not all happen."""

@@ -87,6 +87,7 @@ def _hunyuan_video(model: nn.Module) -> TokenPlan:
         },
         gather={"proj_out": (1,)},
         attention=attentions(model),
+        streams=streams,
     )
 
 
