@@ -183,6 +183,9 @@ class TokenPoints:
         if name in self.plan.streams:
             now.lengths[name] = length
             now.is_cut = True
+        elif length == 1:
+            # The same for all tokens.
+            return whole
         key = id(whole), cut
         if key not in now.pieces:
             lengths = [now.lengths[stream] for stream in cut.streams] or [length]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,9 +211,58 @@ def minimax(heads: int = 3, samples: int = 2) -> Case:
     return model, inputs
 
 
+def ltx2(heads: int = 3, samples: int = 2, rope_type: str = "interleaved") -> Case:
+    from diffusers import LTX2VideoTransformer3DModel
+
+    model = LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=heads, attention_head_dim=8,
+        cross_attention_dim=8 * heads, audio_in_channels=5, audio_out_channels=5,
+        audio_num_attention_heads=heads, audio_attention_head_dim=4,
+        audio_cross_attention_dim=4 * heads, num_layers=2, caption_channels=6, rope_type=rope_type,
+    )
+    mask = torch.ones(samples, 7)
+    mask[-1, 4:] = 0
+    inputs = dict(
+        hidden_states=numbers(samples, 30, 4),
+        audio_hidden_states=numbers(samples, 11, 5),
+        encoder_hidden_states=numbers(samples, 7, 6),
+        audio_encoder_hidden_states=numbers(samples, 7, 6, seed=1),
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        timestep=torch.arange(30 * samples).view(samples, 30),
+        audio_timestep=torch.arange(11 * samples).view(samples, 11),
+        num_frames=2, height=3, width=5, audio_num_frames=11,
+    )
+    return model, inputs
+
+
+def wan_timesteps() -> Case:
+    """Wan 2.2: a timestep for each token, and more tokens than heads than ranks."""
+    model, inputs = wan(heads=5)
+    return model, inputs | {"timestep": torch.arange(90).view(2, 45)}
+
+
+def wan_image() -> Case:
+    """Wan I2V: 257 tokens of an image before 512 of text, which its code takes for granted."""
+    model, inputs = wan(heads=12, samples=1, image_dim=6, added_kv_proj_dim=96)
+    inputs |= {
+        "encoder_hidden_states": numbers(1, 512, 6),
+        "encoder_hidden_states_image": numbers(1, 9, 6),
+    }
+    return model, inputs
+
+
+def wan_cube() -> Case:
+    """As many heads as channels of a head as tokens of a rank."""
+    model, inputs = wan(heads=8, frames=2)
+    return model, inputs | {"hidden_states": numbers(2, 4, 2, 4, 8)}
+
+
 CASES: dict[str, Callable[..., Case]] = {
     "wan": wan, "flux": flux, "qwen": qwen, "ltx": ltx, "hunyuan": hunyuan, "cogvideox": cogvideox,
     "flux2": flux2, "chronoedit": chronoedit, "helios": helios, "minimax": minimax,
+    "ltx2": ltx2, "ltx2 split": partial(ltx2, rope_type="split"), "wan timesteps": wan_timesteps,
+    "wan image": wan_image, "wan cube": wan_cube,
 }
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from opensora_sp.parallel.token_plan import Cut, TokenPlan
 
 TOKENS = Cut(1, 3)
+TIMESTEPS = Cut(1, 2)  # one for each token
 
 
 def plan_of_diffusers(model: nn.Module) -> TokenPlan:
@@ -47,7 +48,7 @@ def read_plan(model: nn.Module, stated: Mapping[str, Any]) -> TokenPlan:
             continue
         for name, part in parts.items():
             first = part[0] if isinstance(part, list | tuple) else part
-            cut = Cut(first.split_dim, first.expected_dims)
+            cut = first if isinstance(first, Cut) else Cut(first.split_dim, first.expected_dims)
             if isinstance(name, int):
                 outputs.setdefault(pattern, {})[name] = cut
             else:
@@ -64,10 +65,33 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
-def _ltx(model: nn.Module) -> TokenPlan:
-    """Its own plan cuts the text, which is only attended to."""
-    stated = {**model._cp_plan, "": {"hidden_states": model._cp_plan[""]["hidden_states"]}}
-    return read_plan(model, stated)
+def _ltx(model: Any) -> TokenPlan:
+    """Its own plan cuts the text, which is only attended to, and no timesteps of single tokens."""
+    inputs = {"hidden_states": TOKENS, "timestep": TIMESTEPS}
+    return read_plan(model, {**model._cp_plan, "": inputs})
+
+
+def _ltx2(model: Any) -> TokenPlan:
+    """Its own plan cuts the text, but neither the audio nor three of the rotary tables (diffusers
+    issues 14316 and 14317). Attention from audio to video, and back, is between two cut streams.
+    """
+    split = model.config.rope_type == "split"
+    table = Cut(2, 4) if split else Cut(1, 3)
+    ropes = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
+    return TokenPlan(
+        inputs={
+            "": {"timestep": TIMESTEPS, "audio_timestep": TIMESTEPS},
+            "transformer_blocks.0": {"hidden_states": TOKENS, "audio_hidden_states": TOKENS},
+        },
+        outputs={name: {0: table, 1: table} for name in ropes},
+        gather={"proj_out": (1,), "audio_proj_out": (1,)},
+        attention=attentions(model),
+        streams=("hidden_states", "audio_hidden_states"),
+        contexts={
+            "transformer_blocks.*.audio_to_video_attn": "audio_hidden_states",
+            "transformer_blocks.*.video_to_audio_attn": "hidden_states",
+        },
+    )
 
 
 def _hunyuan_video(model: nn.Module) -> TokenPlan:
@@ -106,6 +130,7 @@ def _cogvideox(model: nn.Module) -> TokenPlan:
 
 PLANS: dict[str, Callable[[Any], TokenPlan]] = {
     "LTXVideoTransformer3DModel": _ltx,
+    "LTX2VideoTransformer3DModel": _ltx2,
     "HunyuanVideoTransformer3DModel": _hunyuan_video,
     "CogVideoXTransformer3DModel": _cogvideox,
 }
