@@ -35,15 +35,14 @@ from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import GPUS
+from opensora_sp.parallel.gpus import GPUS, SHEETS
 from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, ModelFlops, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
 from opensora_sp.runtime.doctor.device import Setup, examine_device, setup_for
-from opensora_sp.runtime.doctor.device.speed import check_ceilings
+from opensora_sp.runtime.doctor.device.one_device import check_ceilings
 from opensora_sp.runtime.doctor.probe import median_seconds
 from opensora_sp.runtime.versions import versions
-from opensora_sp.training.step_log import Peak
 
 MODEL = "STDiT3-XL/2"
 DEVICE, BF16 = torch.device("cuda", 0), torch.bfloat16
@@ -260,7 +259,7 @@ def step_figures(config: Any, shape: Shape, gpu: CostModel, args: argparse.Names
     flops = ModelFlops.of(model).step(shape.latents, text)
     planned_seconds, planned_activations = plan_of(config, shape, gpu, args.level)
     time = Compared(1e3 * seconds, 1e3 * planned_seconds)
-    peak_flops = 1e12 * (Peak.of_gpu(gpu.name, "bf16").tflops or math.nan)
+    peak_flops = 1e12 * SHEETS[gpu.name].tflops
     mfu = Compared(flops / seconds / peak_flops, flops / planned_seconds / peak_flops)
     memory = Compared(peak / 1e9, (weights + planned_activations) / 1e9)
     return time.columns("ms") | mfu.columns("MFU") | memory.columns("peak GB")

@@ -2,27 +2,21 @@
 
 Nothing that has never run on a device is trusted: its values and gradients are compared with plain
 torch on a small batch when a run starts (``models/kernels/verification.py``). All ranks take the
-same verdict. A file remembers what has passed, so that the next run on this kind of device starts
-at once.
+same verdict.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from opensora_sp.common.files import atomic_write, read_json
-from opensora_sp.compile_cache import cache_folder, use_triton_cache
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention import choose_backends, set_refused
@@ -31,23 +25,23 @@ from opensora_sp.models.attention_table import (
     KINDS,
     LABELS,
     Backend,
-    Platform,
     names_by_kind,
 )
 from opensora_sp.models.kernels import Kernels, check_kernels, set_kernels
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
-from opensora_sp.models.kernels.fused import INTERPRETED, set_verified
+from opensora_sp.models.kernels.fused import set_verified
 from opensora_sp.models.kernels.verification import (
     OBSTACLES,
     Case,
+    Difference,
     cases_of,
+    first_line,
     obstacle,
     verify_backend,
     verify_kernel,
 )
 from opensora_sp.parallel.agreement import gathered
 from opensora_sp.planner.batches import batches_by_name
-from opensora_sp.runtime.versions import installed, source_digest
 
 __all__ = ["choose_attention", "choose_kernels", "warn_of_changes"]
 
@@ -55,10 +49,9 @@ logger = logging.getLogger(__name__)
 
 TRITON, TORCH = "triton", "torch"
 
-OK = "ok"
+OK, NOT_TAKEN = "ok", "its ranks take another"
 # OK or why it may not run, by name.
 Verdicts = dict[str, str]
-Facts = dict[str, Any]
 
 # The one is verified as a Triton kernel, the other is the definition.
 VERIFIED_ELSEWHERE = ("short_rows", "reference")
@@ -95,11 +88,12 @@ def choose_kernels(
         return _logged(dict.fromkeys(names, TRITON if is_interpreted else TORCH), reason)
 
     start = time.perf_counter()
-    use_triton_cache()
-    sizes = Sizes.of(model.config)
-    facts = device_facts(device) | {"dtype": str(dtype), "sizes": vars(sizes)}
-    checks = {name: partial(_check_kernel, name, sizes, dtype, device) for name in names}
-    verdicts = verdicts_of(checks, facts, device)
+    sizes, problem = Sizes.of(model.config), obstacle(device)
+    local_verdicts = {}
+    for name in names:
+        compare = partial(verify_kernel, name, sizes, dtype, device)
+        local_verdicts[name] = problem or _verdict(name, compare, device)
+    verdicts = agreed(local_verdicts)
     refused = {name: verdict for name, verdict in verdicts.items() if verdict != OK}
     if kernels == TRITON and refused:
         reasons = "; ".join(f"{name}: {verdict}" for name, verdict in refused.items())
@@ -110,17 +104,10 @@ def choose_kernels(
         )
 
     set_kernels(kernels)
-    for name, verdict in verdicts.items():
-        set_verified(name, [dtype] if verdict == OK else [])
-        # A machine that cannot run them is no fault; one among others is.
-        if verdict not in (OK, *OBSTACLES):
-            logger.warning(
-                "kernel %s is replaced by plain torch (%s): results stay right, steps take "
-                "longer; report it with the output of opensora-sp doctor --device cuda, or set "
-                "kernels='torch'",
-                name,
-                verdict,
-            )
+    for name in names:
+        set_verified(name, [] if name in refused else [dtype])
+    # A machine that cannot run them is no fault; one among others is.
+    _warn_of_replaced({n: verdict for n, verdict in refused.items() if verdict not in OBSTACLES})
 
     used = {name: TORCH if name in refused else TRITON for name in names}
     (verdict, *others) = set(verdicts.values())
@@ -140,11 +127,13 @@ def _reason_to_verify_none(kernels: str, dtype: torch.dtype, device: torch.devic
     return ""
 
 
-def _check_kernel(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> str:
-    if reason := obstacle(device):
-        return reason
-    compared = verify_kernel(name, sizes, dtype, device)
-    return next((str(difference) for difference in compared if not difference.ok), OK)
+def _warn_of_replaced(refused: Verdicts) -> None:
+    if refused:
+        logger.warning(
+            "kernels are replaced by others (%s): results stay right, steps may take longer; "
+            "report it with the output of opensora-sp doctor --device cuda",
+            "; ".join(f"{KERNELS.get(name, name)}: {reason}" for name, reason in refused.items()),
+        )
 
 
 def _logged(used: dict[str, str], reason: str) -> dict[str, str]:
@@ -201,20 +190,10 @@ def choose_attention(
     trained = any(parameter.requires_grad for parameter in model.parameters())
     lengths = run_lengths(cfg, model.config)
     cases = list(cases_of(model.config, lengths, dtype, trained=trained))
-    facts = device_facts(device) | {
-        "dtype": str(dtype),
-        "attention": names,
-        "heads": [model.config.num_heads, model.config.hidden_size],
-        "lengths": lengths,
-        "trained": trained,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "platform": str(Platform.of(device, deterministic=False)),
-        "packages": [installed("flash-attn"), installed("flash-attn-3")],
-    }
 
     # Reasons by kernel.
-    refused: dict[str, str] = {}
-    while failed := _failed(cases, names, facts | {"refused": sorted(refused)}, device):
+    refused: Verdicts = {}
+    while failed := _failed(cases, names, device):
         refused |= failed
         set_refused(refused)
         for kind, name in names.items():
@@ -226,43 +205,31 @@ def choose_attention(
                     "with the output of opensora-sp doctor --device cuda"
                 )
 
-    if refused:
-        logger.warning(
-            "kernels of attention are replaced by others (%s): results stay right, steps may take "
-            "longer; report it with the output of opensora-sp doctor --device cuda",
-            "; ".join(f"{KERNELS[name]}: {reason}" for name, reason in refused.items()),
-        )
+    _warn_of_replaced(refused)
     logger.info("attention: verified in %.1f s", time.perf_counter() - start)
 
 
-def _failed(
-    cases: Collection[Case], names: Mapping[str, str], facts: Facts, device: torch.device
-) -> Verdicts:
+def _failed(cases: Iterable[Case], names: Mapping[str, str], device: torch.device) -> Verdicts:
     """The kernels that would run now and are not right, and why. Collective."""
-    kernel_cases: dict[str, list[Case]] = defaultdict(list)
-    backends: dict[str, Backend] = {}
+    kernel_cases: dict[Backend, list[Case]] = defaultdict(list)
     for case in cases:
         kind = case.sequences.kind
         assert kind is not None
         backend = getattr(choose_backends(names, {kind: case.sequences}, device), kind)
         if backend.name not in VERIFIED_ELSEWHERE:
-            kernel_cases[backend.name].append(case)
-            backends[backend.name] = backend
+            kernel_cases[backend].append(case)
 
-    # Ranks of other machines may have other packages.
-    local_kernels = dict.fromkeys(kernel_cases, "taken")
-    rank_kernels = gathered(local_kernels, None) if dist.is_initialized() else {0: local_kernels}
-    checks = {}
-    for name in sorted(set().union(*rank_kernels.values())):
-        backend = backends.get(name) or Backend(name, 1, facts["deterministic"])
-        checks[name] = partial(_check_backend, backend, kernel_cases.get(name, cases), device)
-
-    verdicts = verdicts_of(checks, facts, device)
-    return {name: verdict for name, verdict in verdicts.items() if verdict != OK}
-
-
-def _check_backend(backend: Backend, cases: Collection[Case], device: torch.device) -> str:
-    return verify_backend(backend, cases, device) or OK
+    verdicts = {}
+    for backend, taken_cases in kernel_cases.items():
+        compare = partial(verify_backend, backend, taken_cases, device)
+        verdicts[backend.name] = _verdict(backend.name, compare, device)
+    failed = {name: verdict for name, verdict in agreed(verdicts).items() if verdict != OK}
+    # Ranks of another machine may have other packages. Without the first kernel that only some of
+    # them take, they may agree on the others.
+    differing = [name for name in KERNELS if NOT_TAKEN in failed.get(name, "")]
+    for name in differing[1:]:
+        del failed[name]
+    return failed
 
 
 def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, list[int]]:
@@ -275,75 +242,33 @@ def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, li
     return {kind: sorted(lengths[kind]) for kind in KINDS}
 
 
-# --- verdicts: found by checks, kept in a file, agreed by all ranks
+# --- verdicts: found by checks, agreed by all ranks
 
 
-def device_facts(device: torch.device) -> Facts:
-    """What the results of compiled code depend on: the source, the device and the compilers."""
-    return {
-        "source": source_digest(),
-        "device": torch.cuda.get_device_name(device),
-        "capability": list(torch.cuda.get_device_capability(device)),
-        "torch": torch.__version__,
-        "CUDA of torch": torch.version.cuda,
-        "triton": installed("triton"),
-    }
-
-
-def verdicts_of(
-    checks: Mapping[str, Callable[[], str]], facts: Facts, device: torch.device
-) -> Verdicts:
-    """The verdicts that all ranks agree on. Collective: each rank calls it, also one that lacks
-    what a check needs, and lets the check say so.
-
-    Args:
-        checks: by name, return OK or why it may not run. One that passed before with the same facts
-            is not called.
+def _verdict(name: str, compare: Callable[[], Iterable[Difference]], device: torch.device) -> str:
+    """OK, or the first difference or error.
 
     Raises:
-        ValueError: if a check leaves the device unusable, as an illegal access does.
+        ValueError: if the device computes nothing any more, as after an illegal access. The run's
+            watchdog ends the other ranks.
     """
-    passed = read_passed(facts)
-    verdicts = {
-        name: OK if name in passed else _verdict(name, check, device)
-        for name, check in checks.items()
-    }
-    now_passed = {name for name, verdict in verdicts.items() if verdict == OK}
-    # Interpreted kernels say nothing about compiled ones.
-    if now_passed > passed and not INTERPRETED:
-        write_passed(facts, now_passed)
-    return agreed(verdicts)
-
-
-def _verdict(name: str, check: Callable[[], str], device: torch.device) -> str:
     try:
-        return check()
+        return next((str(difference) for difference in compare() if not difference.ok), OK)
     # Compilers and drivers may raise anything.
     except Exception as error:
         _check_device(name, device, error)
-        return f"it could not be compared: {_first_line(error)}"
+        return f"it could not be compared: {first_line(error)}"
 
 
 def _check_device(name: str, device: torch.device, error: Exception) -> None:
-    """Raise ValueError if the device computes nothing any more; a run's watchdog ends its peers."""
     try:
         torch.zeros(1, device=device).item()
-    except torch.cuda.OutOfMemoryError:
-        # A RuntimeError as well, of a device that is full.
-        pass
     except RuntimeError:
         raise ValueError(
-            f"got an error from {name} ({_first_line(error)}), after which the device computes "
+            f"got an error from {name} ({first_line(error)}), after which the device computes "
             "nothing; expected code that runs; set kernels='torch', and report it "
             "with the output of opensora-sp doctor"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    """Messages of compilers and of CUDA are pages, some with a heading."""
-    lines = (line.strip() for line in str(error).splitlines())
-    first = next((line for line in lines if line and not line.endswith(":")), "")
-    return f"{type(error).__name__}: {first}"
 
 
 def agreed(verdicts: Verdicts) -> Verdicts:
@@ -353,41 +278,10 @@ def agreed(verdicts: Verdicts) -> Verdicts:
 
     rank_verdicts = gathered(verdicts, None)
     result = {}
-    for name in verdicts:
-        by_rank = {rank: rank_verdicts[rank][name] for rank in rank_verdicts}
+    for name in sorted(set().union(*rank_verdicts.values())):
+        by_rank = {rank: rank_verdicts[rank].get(name, NOT_TAKEN) for rank in rank_verdicts}
         result[name] = by_rank[0]
         if len(set(by_rank.values())) > 1:
             rank = next(rank for rank, verdict in by_rank.items() if verdict != OK)
             result[name] = f"on rank {rank}: {by_rank[rank]}"
     return result
-
-
-def _file_of(facts: Facts) -> Path:
-    """In the user's cache folder.
-
-    Raises:
-        OSError: for a user who has none.
-    """
-    if (folder := cache_folder()) is None:
-        raise FileNotFoundError("the user has no home folder")
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return folder / "verified" / f"{key}.json"
-
-
-def read_passed(facts: Facts) -> set[str]:
-    """The names that passed before with the same facts; of a missing or damaged file none."""
-    try:
-        return set(read_json(_file_of(facts))["passed"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return set()
-
-
-def write_passed(facts: Facts, passed: Collection[str]) -> None:
-    """Remember what has passed. What has not is checked again by the next run."""
-    try:
-        path = _file_of(facts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as partial:
-            partial.write_text(json.dumps({"passed": sorted(passed), "facts": facts}, indent=1))
-    except OSError as error:
-        logger.info("what was verified is not remembered: %s", error)

@@ -126,7 +126,7 @@ def device_summary(examination: Examination) -> str:
     findings = examination.findings
     failed = sum(finding.verdict == "FAIL" for finding in findings)
     verdict = f"{failed} of {len(findings)} findings failed" if failed else "no finding failed"
-    return f"\n{verdict}, {sum(examination.seconds.values()):.0f} s"
+    return f"\n{verdict}, {examination.seconds:.0f} s"
 
 
 def table(diagnosis: Diagnosis) -> str:

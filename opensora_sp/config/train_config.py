@@ -179,9 +179,6 @@ class TrainConfig(Common):
     wandb: bool = False
     """Also log to Weights & Biases."""
 
-    peak_tflops: float | None = Field(None, gt=0)
-    """Peak throughput of one device in TFLOP/s, for the MFU; None looks the device up."""
-
     max_bad_steps: int = Field(10, ge=1)
     """Consecutive steps with a non-finite loss or gradient, which are skipped, that end the run."""
 
@@ -197,9 +194,6 @@ class TrainConfig(Common):
 
     grace_time: float = Field(300.0, gt=0)
     """Seconds for the last two steps and a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C."""
-
-    stopped_exit_code: Literal[0, 143] = 0
-    """Exit code of a run stopped by SIGTERM or SIGUSR1."""
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from opensora_sp.checkpoint import check_model_config, find_weights, on_rank_0, saved_config
-from opensora_sp.checkpoint.adapters import Adapters, find_adapters
+from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.paths import newest_checkpoint
 from opensora_sp.common.files import read_json
 from opensora_sp.config import TrainConfig, check_launch, load_train_config, saved_train_config
 from opensora_sp.data import BucketPlan, ClipShape, VideoTextDataset
-from opensora_sp.data.buckets import Buckets, batch_sizes_of
+from opensora_sp.data.buckets import Buckets
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.same_clips import agree_on_clips, by_name
@@ -42,7 +42,6 @@ from opensora_sp.sampling.run import (
 from .heldout import HeldoutLoss, none_readable, open_clips
 
 logger = logging.getLogger(__name__)
-MAX_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def preflight(settings: Settings) -> tuple[TrainConfig, Sources, VideoTextDatase
         check_model_config(weights, spec.model_class.__name__, spec.config, convert=cfg.convert)
 
     dataset = open_clips(cfg, settings.manifest)
-    return cfg, sources, dataset, _buckets(cfg, dataset, _recorded_batch_sizes(settings))
+    return cfg, sources, dataset, _buckets(cfg, dataset)
 
 
 @dataclass(frozen=True)
@@ -175,10 +174,10 @@ def compared_settings(settings: Settings, cfg: TrainConfig, sources: Sources) ->
 
 
 def _check_numbers(settings: Settings) -> None:
-    for name, number, most in (("bins", settings.bins, 1000), ("seeds", settings.seeds, MAX_SEEDS)):
-        if not 1 <= number <= most:
+    for name, number in (("bins", settings.bins), ("seeds", settings.seeds)):
+        if not 1 <= number <= 1000:
             raise ValueError(
-                f"got --{name} {number}; expected 1 to {most:,}; pass for example --{name} 3"
+                f"got --{name} {number}; expected 1 to 1,000; pass for example --{name} 3"
             )
 
 
@@ -188,30 +187,16 @@ def _config(settings: Settings) -> TrainConfig:
     if settings.config is not None:
         return load_train_config(settings.config, overrides, manifest=settings.manifest)
 
-    state = _state(settings)
-    values = None if state is None else read_json(state).get("config")
-    if state is None or values is None:
+    checkpoint = newest_checkpoint(Path(settings.ckpt)) or Path(settings.ckpt)
+    state = checkpoint / "state.json"
+    values = read_json(state).get("config") if state.is_file() else None
+    if values is None:
         raise ValueError(
             f"got checkpoint {settings.ckpt!r}, which does not state its autoencoder, text "
             "encoder, sizes and scheduler; expected the checkpoint of a run, or a training config "
             "in addition to the weights; pass --config CONFIG"
         )
     return saved_train_config(values, state, overrides)
-
-
-def _state(settings: Settings) -> Path | None:
-    """The ``state.json`` of the checkpoint; None if other weights are evaluated."""
-    path = Path(settings.ckpt)
-    checkpoint = newest_checkpoint(path) if path.is_dir() else None
-    state = None if checkpoint is None else checkpoint / "state.json"
-    return state if state is not None and state.is_file() else None
-
-
-def _recorded_batch_sizes(settings: Settings) -> dict[str, int]:
-    """The batch sizes that the checkpoint's run had, by the names of its buckets."""
-    state = _state(settings)
-    config = {} if state is None else read_json(state).get("config", {})
-    return batch_sizes_of(config.get("bucket_config") or {})
 
 
 def _with_sp_size(cfg: TrainConfig, sp_size: int | None) -> TrainConfig:
@@ -223,13 +208,8 @@ def _with_sp_size(cfg: TrainConfig, sp_size: int | None) -> TrainConfig:
     return cfg.model_copy(update={"sp_size": sp_size})
 
 
-def _buckets(
-    cfg: TrainConfig, dataset: VideoTextDataset, recorded: Mapping[str, int]
-) -> list[Bucket]:
+def _buckets(cfg: TrainConfig, dataset: VideoTextDataset) -> list[Bucket]:
     """The clips of each bucket; without buckets all clips, in the config's shape.
-
-    Args:
-        recorded: batch sizes, for buckets that have none in the config.
 
     Raises:
         ValueError: if no clip has the size and length of any bucket.
@@ -239,7 +219,7 @@ def _buckets(
         name = f"{shape.height}x{shape.width} x {shape.num_frames}"
         return [Bucket(name, cfg.batch_size, {shape: list(range(len(dataset)))})]
 
-    config = _keeping_all(cfg.bucket_config, recorded)
+    config = _keeping_all(cfg.bucket_config)
     buckets = []
     for entry in Buckets.of(config).entries:
         # One bucket at a time: a clip counts in each bucket that it fits.
@@ -259,14 +239,12 @@ def _buckets(
     return buckets
 
 
-def _keeping_all(
-    config: Mapping[str, Mapping[int, Any]], recorded: Mapping[str, int]
-) -> dict[str, dict[int, Any]]:
-    """A bucket config that keeps all clips that fit, with a batch size for every bucket."""
+def _keeping_all(config: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Any]]:
+    """A bucket config that keeps all clips that fit; one clip to a batch where a size is None."""
     changed: dict[str, dict[int, Any]] = {}
     for entry in Buckets.of(config).entries:
-        batch_size = entry.batch_size or recorded.get(entry.name) or 1
-        changed.setdefault(entry.resolution, {})[entry.num_frames] = (1.0, batch_size)
+        keeps = (1.0, entry.batch_size or 1)
+        changed.setdefault(entry.resolution, {})[entry.num_frames] = keeps
     return changed
 
 
@@ -309,26 +287,16 @@ def _evaluate(
     loss = HeldoutLoss(module, module, mesh, dataset, encoders, batches, whole=whole)
 
     seeds = list(range(cfg.seed, cfg.seed + settings.seeds))
-    measured, empty = [], []
-    for bucket in buckets:
-        bucket_loss = _measure(loss, bucket, settings.bins, seeds)
-        if bucket_loss is None:
-            empty.append(bucket.name)
-        else:
-            measured.append(bucket_loss)
-            logger.info("%s: %d clips, loss %s", bucket.name, bucket_loss.clips, bucket_loss.loss)
-
+    losses = {bucket.name: _measure(loss, bucket, settings.bins, seeds) for bucket in buckets}
+    measured = [bucket_loss for bucket_loss in losses.values() if bucket_loss is not None]
+    empty = [name for name, bucket_loss in losses.items() if bucket_loss is None]
     # A table of nothing but empty buckets would pass as a result.
     if not measured:
         shapes = [bucket.name for bucket in buckets if bucket.clips]
         raise none_readable("--manifest", dataset, ", ".join(shapes), loss.corrupt.last)
-    return Evaluation(_described(weights, adapters), settings.manifest, seeds, measured, empty)
-
-
-def _described(weights: Path, adapters: Sequence[Adapters]) -> str:
-    """The evaluated weights, and adapters with their scales."""
     scaled = [f"{adapter.path}:{adapter.scale:g}" for adapter in adapters]
-    return " + ".join([str(weights), *scaled])
+    evaluated = " + ".join([str(weights), *scaled])
+    return Evaluation(evaluated, settings.manifest, seeds, measured, empty)
 
 
 def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> BucketLoss | None:
@@ -336,11 +304,17 @@ def _measure(loss: HeldoutLoss, bucket: Bucket, bins: int, seeds: list[int]) -> 
     total, clips = torch.zeros(len(seeds), bins, dtype=torch.float64), 0
     for shape, ids in bucket.clips.items():
         ids = ids[loss.mesh.dp_rank :: loss.mesh.dp_size]
-        means = loss.measure(ids, shape, batch_size=bucket.batch_size, bins=bins, seeds=seeds)
-        if means.clips:
-            total += means.losses.double().cpu() * means.clips
-            clips += means.clips
-    return BucketLoss.of(bucket.name, clips, total / clips) if clips else None
+        losses, measured = loss.measure(
+            ids, shape, batch_size=bucket.batch_size, bins=bins, seeds=seeds
+        )
+        if measured:
+            total += losses.double().cpu() * measured
+            clips += measured
+    if not clips:
+        return None
+    bucket_loss = BucketLoss.of(bucket.name, clips, total / clips)
+    logger.info("%s: %d clips, loss %s", bucket.name, clips, bucket_loss.loss)
+    return bucket_loss
 
 
 # Results
@@ -396,7 +370,7 @@ class Evaluation:
     """The losses of some weights.
 
     Attributes:
-        weights: their path.
+        weights: their path, with merged adapters and their scales.
         manifest: of the clips.
         seeds: of noise and timesteps.
         buckets: with a clip that could be read.
@@ -411,15 +385,9 @@ class Evaluation:
 
     def table(self) -> str:
         """A line for each bucket and bin."""
-        seeds = f"seed {self.seeds[0]}"
-        if len(self.seeds) > 1:
-            seeds = (
-                f"seeds {self.seeds[0]} to {self.seeds[-1]}; ± is the 95% confidence interval of "
-                "the mean over seeds"
-            )
         lines = [
             f"held-out loss of {self.weights} on {self.manifest}",
-            seeds,
+            f"seeds {self.seeds}; ± is the 95% confidence interval of the mean over seeds",
             "bins: equal parts of the timesteps as training draws them, from data (0%) to noise",
         ]
 

@@ -9,7 +9,6 @@ Legend: B clips, S seeds, K bins of timesteps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,14 +55,6 @@ def open_clips(cfg: TrainConfig, manifest: str, **cut: Any) -> VideoTextDataset:
     )
 
 
-@dataclass(frozen=True)
-class MeanLosses:
-    """Mean losses ``[S, K]`` of some clips, NaN if there are none, and the number of clips."""
-
-    losses: Tensor
-    clips: int
-
-
 class HeldoutLoss:
     """Measures the loss of clips with the weights that a model has.
 
@@ -105,11 +96,14 @@ class HeldoutLoss:
         batch_size: int,
         bins: int,
         seeds: Sequence[int],
-    ) -> MeanLosses:
+    ) -> tuple[Tensor, int]:
         """The mean over the clips that all ranks can read, cut to ``shape``. Collective.
 
         Args:
             clips: of this rank's current group; each group measures others.
+
+        Returns:
+            The mean losses ``[S, K]``, NaN if there are no clips, and the number of clips.
         """
         # The losses of each seed and bin, and the number of clips.
         sums = torch.zeros(len(seeds) * bins + 1, device=self.device)
@@ -123,7 +117,7 @@ class HeldoutLoss:
         dist.all_reduce(sums)
         self.corrupt.report(self.device)
         means = (sums[:-1] / sums[-1]).view(len(seeds), bins)
-        return MeanLosses(means, round(sums[-1].item()))
+        return means, round(sums[-1].item())
 
     def _readable(self, chosen: Sequence[int], shape: ClipShape) -> tuple[list[int], Features]:
         """The readable ones of some clips, and their features. Collective in the group."""

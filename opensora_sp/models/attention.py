@@ -8,16 +8,14 @@ Which kernel computes it is chosen by name or from a table (``attention_table.py
 
 * ``flash``, ``flash3``: FlashAttention-2 (Dao, 2023) of the flash-attn 2.x package, and
   FlashAttention-3 (Shah et al., 2024) of the flash-attn 3 package;
-* ``cudnn``, ``torch_flash``, ``efficient``: one kernel of torch's scaled dot product attention;
-* ``sdpa``: the one that torch prefers;
+* ``cudnn``: cuDNN's kernel, by torch's scaled dot product attention;
+* ``sdpa``: torch's FlashAttention-2 or, where that cannot run, its memory-efficient kernel;
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
 
 Packed tokens of unequal lengths take the package's varlen function or, on CUDA, torch's kernels
 below its scaled dot product attention (``flash``, ``efficient``), with the arguments of
 ``flash_attn_varlen_func``. These are operators of torch's nested tensors, with derivatives that
-autograd knows but without a public name before 2.10. Their first arguments have stayed the same
-since 2.2. Where a later torch changes them, ``available`` is False. Without a kernel, samples of
-equal lengths share a call.
+autograd knows. Without a kernel, samples of equal lengths share a call.
 
 Legend: R rows, L tokens of a row, N packed tokens, H heads, D head width, P pieces of samples.
 """
@@ -27,9 +25,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
-from itertools import groupby
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,15 +38,16 @@ from torch.utils.checkpoint import checkpoint
 from opensora_sp.common.graphs import uncompiled
 
 from .attention_table import (
+    HOPPER,
     LABELS,
     NAMES,
-    SAFE_CUDNN,
     Backend,
     Backends,
     Choice,
     Platform,
     Sequences,
     choose,
+    flash_obstacle,
     names_by_kind,
     obstacle,
 )
@@ -204,30 +202,23 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _varlen_kernel(backend: Backend, q: Tensor) -> Kernel | None:
     """A kernel for packed tokens with the arguments of ``flash``, if there is one."""
-    package_kernel = _package_kernel(backend, "flash_attn_varlen_func")
-    return package_kernel or torch_varlen_kernel(backend.name, q)
-
-
-def torch_varlen_kernel(name: str, q: Tensor) -> Kernel | None:
-    """The kernel of torch for packed tokens that stands for a name in ``KERNELS``, if there is one.
-
-    FlashAttention-2 where it takes such queries, which autocast may have cast, or the
-    memory-efficient one.
-    """
-    if name == "reference" or q.device.type not in GPUS:
+    if package_kernel := _package_kernel(backend, "flash_attn_varlen_func"):
+        return package_kernel
+    if backend.name == "reference" or q.device.type not in GPUS:
         return None
-    return _torch_varlen_kernel(name, Sequences(q.dtype, q.shape[-1]), q.device)
+    return torch_varlen_kernel(Sequences(q.dtype, q.shape[-1]), q.device)
 
 
 # Each block asks, and looking for packages takes longer than many kernels.
 @cache
-def _torch_varlen_kernel(name: str, sequences: Sequences, device: torch.device) -> Kernel | None:
+def torch_varlen_kernel(sequences: Sequences, device: torch.device) -> Kernel | None:
+    """FlashAttention-2 of torch for packed tokens, where it takes queries whose dtype autocast may
+    have set, or the memory-efficient kernel; None where neither does.
+    """
     platform = Platform.of(device, deterministic=False)
-    if name != "efficient" and obstacle("torch_flash", sequences, platform) is None:
-        return flash if available("_flash_attention_forward") else None
-    if obstacle("efficient", sequences, platform) is None:
-        return efficient if available("_efficient_attention_forward") else None
-    return None
+    if obstacle("sdpa", sequences, platform) is not None:
+        return None
+    return efficient if flash_obstacle(sequences, platform) else flash
 
 
 def _package_kernel(backend: Backend, function: str) -> Kernel | None:
@@ -235,9 +226,7 @@ def _package_kernel(backend: Backend, function: str) -> Kernel | None:
     if backend.name == "flash":
         import flash_attn
 
-        # The functions have this option since 2.4.1 only.
-        options = {"deterministic": True} if backend.deterministic else {}
-        return partial(getattr(flash_attn, function), **options)
+        return partial(getattr(flash_attn, function), deterministic=backend.deterministic)
     if backend.name == "flash3":
         return partial(_flash_attn_3, function, backend.deterministic)
     return None
@@ -261,52 +250,29 @@ def _sdpa_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.is_cuda:
         out = _pinned_sdpa(name, q, k, v)
     elif q.is_meta:
-        out = _traced_sdpa(name, q, k, v)
+        out = _traced_sdpa(q, k, v)
     else:
         out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)
 
 
-def _traced_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
     aten = torch.ops.aten
-    if name != "efficient" and q.dtype in (torch.float16, torch.bfloat16):
+    if flash_obstacle(Sequences(q.dtype, q.shape[-1]), Platform(HOPPER)) is None:
         return aten._scaled_dot_product_flash_attention(q, k, v)[0]
     keep_sums = torch.is_grad_enabled()
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep_sums)[0]
 
 
 def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # torch takes the next one where it knows that cuDNN cannot take a call.
-    options: dict[str, Any] = {"set_priority": True} if name == "cudnn" else {}
-    with sdpa_kernel(_sdpa_backends(name), **options):
+    # Without the backend that builds matrices of scores.
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    if name == "cudnn":
+        # torch takes the next one where it knows that cuDNN cannot take a call.
+        backends.insert(0, SDPBackend.CUDNN_ATTENTION)
+    with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v)
-
-
-def _sdpa_backends(name: str) -> list[SDPBackend]:
-    """Backends that are correct, build no matrix of scores and, if asked for, are deterministic."""
-    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-    if name == "torch_flash":
-        return [flash]
-    if name == "efficient":
-        return [efficient]
-
-    cudnn_is_safe = (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
-    is_refused = "cudnn" in _refused
-    if torch.are_deterministic_algorithms_enabled() or is_refused or not cudnn_is_safe:
-        return [flash, efficient]
-    return [SDPBackend.CUDNN_ATTENTION, flash, efficient]
-
-
-ARGUMENTS = {
-    "_flash_attention_forward": (
-        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
-    ),
-    "_efficient_attention_forward": (
-        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p "
-        "custom_mask_type compute_log_sumexp"
-    ),
-}
 
 
 def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
@@ -330,28 +296,25 @@ def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: P
 
 def _by_lengths(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
-    runs = _runs(packing.queries, packing.keys)
-    q_rows = _rows(q, [(run.samples, run.queries) for run in runs])
-    k_rows, v_rows = (_rows(z, [(run.samples, run.keys) for run in runs]) for z in (k, v))
-
     alike = defaultdict(list)
-    for i, run in enumerate(runs):
-        alike[run.queries, run.keys].append(i)
+    for i, lengths in enumerate(zip(packing.queries, packing.keys, strict=True)):
+        alike[lengths].append(i)
 
-    out: list[Any] = [None] * len(runs)
+    if len(alike) == 1:
+        rows = [z.unflatten(0, (len(packing.queries), -1)) for z in (q, k, v)]
+        return _attend_rows(backend, *rows).flatten(0, 1)
+
+    q_samples = q.split(packing.queries)
+    k_samples, v_samples = k.split(packing.keys), v.split(packing.keys)
+    out: list[Any] = [None] * len(packing.queries)
     for indices in alike.values():
-        same_lengths = (_concat([z[i] for i in indices]) for z in (q_rows, k_rows, v_rows))
-        rows = _attend_rows(backend, *same_lengths)
-        parts = _split(rows, [runs[i].samples for i in indices])
-        for i, part in zip(indices, parts, strict=True):
-            out[i] = part.flatten(0, 1)
-    return _concat(out)
-
-
-def _rows(z: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    """Packed tokens ``[N, H, D]`` as ``[samples, length, H, D]`` for each of the shapes."""
-    parts = _split(z, [samples * length for samples, length in shapes])
-    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+        same_lengths = []
+        for samples in (q_samples, k_samples, v_samples):
+            same_lengths.append(torch.stack([samples[i] for i in indices]))
+        rows_out = _attend_rows(backend, *same_lengths)
+        for i, row in zip(indices, rows_out.unbind(), strict=True):
+            out[i] = row
+    return torch.cat(out)
 
 
 def _concat(parts: list[Tensor]) -> Tensor:
@@ -362,22 +325,6 @@ def _split(z: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Parts of these sizes along the first dim."""
     # The backward of torch's split is a copy, of a single part as well.
     return (z,) if len(sizes) == 1 else z.split(sizes)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring samples of equal lengths."""
-
-    samples: int
-    queries: int
-    keys: int
-
-
-# The blocks of a model ask alike, perhaps for thousands of rows.
-@lru_cache(maxsize=64)
-def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> list[Run]:
-    samples = groupby(zip(q_lengths, k_lengths, strict=True))
-    return [Run(len(list(equal)), *lengths) for lengths, equal in samples]
 
 
 def _in_calls(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
@@ -407,24 +354,6 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
     forward = torch.ops.aten._efficient_attention_forward
     out: Tensor = forward(q[None], k[None], v[None], None, *lengths, 0.0, 0, True)[0]
     return out.view(q.shape)
-
-
-@cache
-def available(operator: str) -> bool:
-    """True if this torch has the operator with the arguments passed here. Logs once if not."""
-    expected = ARGUMENTS[operator].split()
-    arguments: list[str] = []
-    if overloads := getattr(torch.ops.aten, operator, None):
-        arguments = [argument.name for argument in overloads.default._schema.arguments]
-    if arguments[: len(expected)] == expected:
-        return True
-
-    logger.warning(
-        "torch's %s takes %s; packed samples are grouped by their lengths instead",
-        operator,
-        arguments,
-    )
-    return False
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,12 +7,10 @@ computes attention: ``attention.py`` runs the kernel that is chosen.
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
@@ -31,9 +29,7 @@ KERNELS = {
     "flash": "flash-attn",
     "flash3": "flash-attn 3",
     "cudnn": "cuDNN",
-    "torch_flash": "torch's FlashAttention-2",
-    "efficient": "torch's memory-efficient kernel",
-    "sdpa": "torch SDPA",  # the one that torch prefers
+    "sdpa": "torch SDPA",
     "reference": "explicit softmax",
 }
 NAMES = ("auto", *KERNELS)
@@ -48,8 +44,6 @@ INSTALL_FLASH3 = (
 
 HOPPER = (9, 0)
 DATA_CENTER = ((9, 0), (10, 0), (10, 3))  # Hopper and Blackwell
-# Where FlashAttention-2's backward takes over 192 columns.
-WIDE_HEADS = ((8, 0), HOPPER)
 # Older ones are wrong if 128 does not divide a length (pytorch#169849).
 SAFE_CUDNN = 91501
 
@@ -124,21 +118,18 @@ TABLE = (
         capabilities=DATA_CENTER,
     ),
     Entry("flash", "flash-attn is installed"),
-    Entry("torch_flash", "torch's build of FlashAttention-2"),
-    Entry("efficient", "takes any GPU, fp32 and wide heads"),
-    Entry("sdpa", "torch's choice"),
+    Entry("sdpa", "torch's FlashAttention-2, or its memory-efficient kernel"),
     Entry("reference", "takes anything"),
 )
 
 NEEDS = {
     "short_rows": "rows of at most 32 tokens, heads of at most 128 and a GPU whose results of the "
     "kernel were verified",
-    "flash": "flash-attn 2.x and fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
+    "flash": "flash-attn 2.4.1 or a later 2.x, and fp16 or bf16 tensors on a GPU of compute "
+    "capability 8.0 or more",
     "flash3": f"flash-attn 3 ({INSTALL_FLASH3}) and fp16 or bf16 tensors on a Hopper GPU (compute "
     "capability 9.0)",
     "cudnn": "cuDNN 9.15.1 and fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
-    "torch_flash": "fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
-    "efficient": "fp32, fp16 or bf16 tensors on a GPU",
 }
 
 
@@ -174,7 +165,6 @@ class Platform:
         capability: compute capability of the GPU; None for other devices.
         packages: names in ``PACKAGES`` whose modules can be imported.
         cudnn: version as ``torch.backends.cudnn.version()``, 0 without.
-        torch_flash: whether torch was built with FlashAttention-2.
         deterministic: gradients must not be summed by atomics
             (``torch.use_deterministic_algorithms``).
     """
@@ -182,7 +172,6 @@ class Platform:
     capability: tuple[int, int] | None
     packages: tuple[str, ...] = ()
     cudnn: int = 0
-    torch_flash: bool = True
     deterministic: bool = False
 
     @classmethod
@@ -193,14 +182,9 @@ class Platform:
         """
         if device.type != "cuda":
             return cls(HOPPER if device.type == "meta" else None, deterministic=deterministic)
-        packages = (name for name, module in PACKAGES.items() if importlib.util.find_spec(module))
-        return cls(
-            torch.cuda.get_device_capability(device),
-            tuple(packages),
-            torch.backends.cudnn.version() or 0,
-            torch.backends.cuda.is_flash_attention_available(),
-            deterministic,
-        )
+        packages = tuple(name for name, module in PACKAGES.items() if find_spec(module))
+        capability = torch.cuda.get_device_capability(device)
+        return cls(capability, packages, torch.backends.cudnn.version() or 0, deterministic)
 
 
 @dataclass(frozen=True)
@@ -331,11 +315,7 @@ def _short_rows(sequences: Sequences, platform: Platform) -> str | None:
 def _flash2(sequences: Sequences, platform: Platform) -> str | None:
     if problem := flash_obstacle(sequences, platform):
         return problem
-    if "flash" not in platform.packages:
-        return "flash-attn is not installed"
-    if platform.deterministic and not _has_option("flash", "deterministic"):
-        return "this flash-attn has no deterministic backward (2.4.1 and later have)"
-    return None
+    return None if "flash" in platform.packages else "flash-attn is not installed"
 
 
 def _flash3(sequences: Sequences, platform: Platform) -> str | None:
@@ -347,16 +327,12 @@ def _flash3(sequences: Sequences, platform: Platform) -> str | None:
         return "flash-attn 3 is not installed"
     if sequences.head_width % 8:
         return f"flash-attn 3 takes heads in multiples of 8, not {sequences.head_width}"
-    if platform.deterministic and sequences.head_width > 192:
-        return "flash-attn 3 has no deterministic backward of heads over 192"
     return None
 
 
 def _cudnn(sequences: Sequences, platform: Platform) -> str | None:
     if problem := flash_obstacle(sequences, platform):
         return problem
-    if not platform.cudnn:
-        return "there is no cuDNN"
     if platform.cudnn < SAFE_CUDNN:
         return f"cuDNN {_dotted(platform.cudnn)} is older than {_dotted(SAFE_CUDNN)}"
     if sequences.head_width % 8 or sequences.head_width > 128:
@@ -364,22 +340,6 @@ def _cudnn(sequences: Sequences, platform: Platform) -> str | None:
     if platform.deterministic:
         return "cuDNN's gradients are not deterministic"
     return None
-
-
-def _torch_flash(sequences: Sequences, platform: Platform) -> str | None:
-    if problem := flash_obstacle(sequences, platform) or _sdpa(sequences, platform):
-        return problem
-    if not platform.torch_flash:
-        return "torch was built without FlashAttention"
-    if sequences.head_width > 192 and platform.capability not in WIDE_HEADS:
-        return f"FlashAttention-2 has no backward of heads {sequences.head_width} wide on this GPU"
-    return None
-
-
-def _efficient(sequences: Sequences, platform: Platform) -> str | None:
-    if platform.capability is None:
-        return "the tensors are not on a GPU"
-    return _sdpa(sequences, platform)
 
 
 def _sdpa(sequences: Sequences, platform: Platform) -> str | None:
@@ -391,8 +351,6 @@ def _sdpa(sequences: Sequences, platform: Platform) -> str | None:
         return "torch has no fused kernel for float64 on a GPU"
     if width * dtype.itemsize % 16:
         return f"torch's fused kernels take heads in multiples of 16 bytes, not {width} x {dtype}"
-    if dtype == torch.bfloat16 and platform.capability < (8, 0):
-        return "torch's fused kernels take bf16 from compute capability 8.0 on"
     return None
 
 
@@ -401,15 +359,8 @@ OBSTACLES: dict[str, Callable[[Sequences, Platform], str | None]] = {
     "flash": _flash2,
     "flash3": _flash3,
     "cudnn": _cudnn,
-    "torch_flash": _torch_flash,
-    "efficient": _efficient,
     "sdpa": _sdpa,
 }
-
-
-def _has_option(kernel: str, option: str) -> bool:
-    function = import_module(PACKAGES[kernel]).flash_attn_func
-    return option in inspect.signature(function).parameters
 
 
 def _dotted(cudnn: int) -> str:

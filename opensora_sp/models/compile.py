@@ -22,8 +22,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from opensora_sp.compile_cache import use_compile_cache
-
 from .conditions import Condition, RowText
 
 logger = logging.getLogger(__name__)
@@ -54,8 +52,6 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
             "torch.compile on the blocks of other models, and pass the model that a wrapper holds"
         )
 
-    if backend == "inductor":
-        use_compile_cache()
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     cast(Any, model).run_compiled = partial(run_compiled, backend)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 def normalize(x: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps)`` over the last dim."""
-    if is_transformed():
-        return (x * _inverse_rms(x, eps)).to(x.dtype)
     return _Normalize.apply(x, eps)
 
 
@@ -26,8 +24,6 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
         rotation: ``[2, ..., D]``, the cosine of each pair's angle and its sine, which is negated
             for the first channel of the pair.
     """
-    if is_transformed():
-        return _rotated(x, *rotation, direction=1)
     return _Rotate.apply(x, rotation)
 
 
@@ -37,7 +33,7 @@ def with_zero_gradients(x: Tensor, *unused: Tensor) -> Tensor:
     The last one's gradient comes first, as if they had been used one after the other.
     """
     for tensor in unused:
-        x = x + 0 * tensor.sum() if is_transformed() else _Unused.apply(x, tensor)
+        x = _Unused.apply(x, tensor)
     return x
 
 
@@ -80,12 +76,6 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     # The norm of a vector, unlike a mean of squares, writes no tensor of squares.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return torch.rsqrt(length.square() / x.shape[-1] + eps)
-
-
-def is_transformed() -> bool:
-    """True if ``torch.func`` (jvp, vmap, ...) runs, which takes plain operations only."""
-    compiles = torch.compiler.is_compiling()
-    return not compiles and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Rotate(torch.autograd.Function):
@@ -138,6 +128,6 @@ class _Take(torch.autograd.Function):
 def _rounded(like: Tensor, operator: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """The result of an operator in the dtype of ``like``, without a wider tensor in between."""
     # Compilers fuse the two. Neither they nor autograd take ``out``.
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_transformed():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return operator(*args, **options).to(like.dtype)
     return operator(*args, **options, out=torch.empty_like(like))

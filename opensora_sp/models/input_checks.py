@@ -2,7 +2,7 @@
 
 Every function raises ValueError for arguments that do not fit the configuration or each other.
 
-Legend: B samples, L text tokens of a caption, N packed text tokens, C hidden width.
+Legend: B samples, L text tokens of a caption, C hidden width.
 """
 
 from __future__ import annotations
@@ -34,21 +34,38 @@ def check_inputs(
             "width]; pass latents of the VAE that the model was configured for (in_channels)"
         )
     check_not_empty("x", x)
-    num_samples = len(x)
-    check_text(config, num_samples, y, mask, drop_caption)
-    check_shape("timestep", timestep, num_samples)
+    check_text(config, len(x), y, mask, drop_caption)
 
-    check_flags("x_mask", x_mask, num_samples, x.shape[2])
-    check_flags("drop_caption", drop_caption, num_samples)
-    check_flags("drop_path", drop_path, 2 * config.depth, num_samples)
-
-    check_device("timestep", timestep, x)
-    check_device("y", y.tokens if isinstance(y, Text) else y, x)
-    # A mask that is read on the host may be on the CPU.
-    if x_mask is not None and x_mask.device.type != "cpu":
-        check_device("x_mask", x_mask, x)
+    samples, _, *size = x.shape
+    tokens = y.tokens if isinstance(y, Text) else y
+    check_tensor("y", tokens, tokens.shape, x)
+    check_tensor("timestep", timestep, (samples,), x)
+    check_tensor("x_mask", x_mask, (samples, size[0]), x, is_mask=True)
+    check_tensor("drop_caption", drop_caption, (samples,), x, is_mask=True)
+    check_tensor("drop_path", drop_path, (2 * config.depth, samples), x, is_mask=True)
+    check_tensor("video_mask", video_mask, (samples, *size), x, is_mask=True)
     check_frames_of_patches(config, x_mask)
-    check_video_mask(x, video_mask)
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor | None,
+    shape: Sequence[int],
+    like: Tensor,
+    *,
+    is_mask: bool = False,
+) -> None:
+    """A tensor of a shape, on the device of another one; a mask is bool, and may be on the CPU."""
+    if tensor is None:
+        return
+    places = dict.fromkeys([str(like.device), "cpu"] if is_mask else [str(like.device)])
+    fits_dtype = not is_mask or tensor.dtype == torch.bool
+    if tensor.shape != torch.Size(shape) or str(tensor.device) not in places or not fits_dtype:
+        raise ValueError(
+            f"got {name} of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; "
+            f"expected {list(shape)}, {'torch.bool' if is_mask else tensor.dtype} on "
+            f"{' or '.join(places)}; pass one entry per sample, where x is"
+        )
 
 
 def check_not_empty(name: str, tensor: Tensor) -> None:
@@ -57,30 +74,6 @@ def check_not_empty(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"got {name} of shape {tuple(tensor.shape)}; expected at least one sample, frame and "
             "text token; leave an empty batch out, and pass an empty caption as one token"
-        )
-
-
-def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
-    if tensor.shape != shape:
-        raise ValueError(
-            f"got {name} of shape {tuple(tensor.shape)}; expected {list(shape)}; "
-            "pass one entry per sample"
-        )
-
-
-def check_flags(name: str, flags: Tensor | None, *shape: int) -> None:
-    if flags is None:
-        return
-    check_shape(name, flags, *shape)
-    if flags.dtype != torch.bool:
-        raise ValueError(f"got {name} of {flags.dtype}; expected torch.bool; pass {name}.bool()")
-
-
-def check_device(name: str, tensor: Tensor | None, x: Tensor) -> None:
-    if tensor is not None and tensor.device != x.device:
-        raise ValueError(
-            f"got {name} on {tensor.device}; expected {x.device}, where x is; "
-            f"move it with .to({str(x.device)!r})"
         )
 
 
@@ -99,29 +92,6 @@ def check_frames_of_patches(config: SharedConfig, x_mask: Tensor | None) -> None
         )
 
 
-def check_video_mask(x: Tensor, mask: Tensor | None) -> None:
-    if mask is None:
-        return
-    shape = (x.shape[0], *x.shape[2:])
-    places = {"cpu": None, str(x.device): None}
-    if tuple(mask.shape) != shape or mask.dtype != torch.bool or str(mask.device) not in places:
-        raise ValueError(
-            f"got a video_mask of shape {tuple(mask.shape)}, {mask.dtype} on {mask.device}; "
-            f"expected {list(shape)}, torch.bool on {' or '.join(places)}: True where a position "
-            "of a latent lies inside of its clip; pass such a mask, or None if no clip is padded"
-        )
-
-
-def check_clip_sizes(num_samples: int, num_sizes: int) -> None:
-    """With a ``video_mask``, positions follow the pixels of each clip."""
-    if num_sizes != num_samples:
-        raise ValueError(
-            f"got height and width of {num_sizes} samples with the video_mask of {num_samples}; "
-            "expected the sizes of each, which set the positions in its clip; "
-            "pass one entry per sample"
-        )
-
-
 def check_text(
     config: SharedConfig,
     num_samples: int,
@@ -129,7 +99,7 @@ def check_text(
     mask: Tensor | None,
     drop_caption: Tensor | None,
 ) -> None:
-    """Encoded text, text features ``[B, 1, L, Cy]``, or with ``skip_y_embedder`` packed text."""
+    """Encoded text, or text features ``[B, 1, L, Cy]``."""
     if isinstance(y, Text):
         if len(y.lengths) != num_samples or mask is not None or drop_caption is not None:
             raise ValueError(
@@ -161,49 +131,44 @@ def check_text(
 def _check_text_mask(num_samples: int, y: Tensor, mask: Tensor) -> None:
     masks, *ones = mask.shape[:-1] or (0,)
     tiles = masks > 0 and num_samples % masks == 0 and ones in ([], [1, 1])
-    if not tiles or mask.shape[-1] != y.shape[2]:
-        raise ValueError(
-            f"got a text mask of shape {tuple(mask.shape)}; expected [{num_samples}, "
-            f"{y.shape[2]}]; pass one row per sample"
-        )
-    if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(
-            f"got a text mask of {mask.dtype}; expected bool or integers, 1 for tokens in use, not "
-            "numbers to add to scores; pass mask.bool(), or (mask == 0) for one that is added"
-        )
-
+    adds = mask.is_floating_point() or mask.is_complex()
     # On the CPU, lengths are known without waiting for a device.
-    if mask.device.type != "cpu":
-        check_device("text mask", mask, y)
+    is_near = mask.device.type == "cpu" or mask.device == y.device
+    if not tiles or mask.shape[-1] != y.shape[2] or adds or not is_near:
+        raise ValueError(
+            f"got a text mask of shape {tuple(mask.shape)}, {mask.dtype} on {mask.device}; "
+            f"expected [{num_samples}, {y.shape[2]}], bool or integers on cpu or {y.device}; pass "
+            "one row per sample, 1 for tokens in use; of a mask that is added to scores, (mask == "
+            "0)"
+        )
 
 
 def _check_packed_text(
-    config: STDiT3Config,
+    config: SharedConfig,
     num_samples: int,
     y: Tensor,
     lengths: Tensor | None,
     drop_caption: Tensor | None,
 ) -> None:
     """Projected text ``[1, N, C]`` and the lengths ``[B]`` of the captions."""
-    if lengths is None or drop_caption is not None:
+    fits = y.ndim == 3 and y.shape[::2] == (1, config.hidden_size) and drop_caption is None
+    sizes = [] if lengths is None else lengths.flatten().tolist()
+    if not fits or len(sizes) != num_samples or sum(sizes) != y.shape[1] or min(sizes) < 1:
         raise ValueError(
-            "got no mask, or drop_caption, with skip_y_embedder; expected packed text with its "
-            "lengths as mask; drop captions before packing"
-        )
-    width = config.hidden_size
-    if y.ndim != 3 or y.shape[2] != width or tuple(lengths.shape) != (num_samples,):
-        raise ValueError(
-            f"got y of shape {tuple(y.shape)} and lengths of shape {tuple(lengths.shape)} with "
-            f"skip_y_embedder; expected [1, N, {width}] and [{num_samples}]; "
-            "project the text with y_embedder and pack it"
+            f"got y of shape {tuple(y.shape)} with the lengths {sizes} as mask, and drop_caption "
+            f"{'none' if drop_caption is None else 'passed'}, with skip_y_embedder; expected [1, "
+            f"N, {config.hidden_size}], {num_samples} lengths from 1 that sum to N, and no "
+            "drop_caption; project the text with y_embedder and pack it"
         )
 
 
-def check_packed_lengths(packed: Tensor, lengths: list[int]) -> None:
-    if sum(lengths) != len(packed) or min(lengths) < 1:
+def check_clip_sizes(num_samples: int, num_sizes: int) -> None:
+    """With a ``video_mask``, positions follow the pixels of each clip."""
+    if num_sizes != num_samples:
         raise ValueError(
-            f"got {len(packed)} packed text tokens and lengths {lengths}; expected lengths of at "
-            "least 1 that sum to as many; pack the tokens in use of every sample"
+            f"got height and width of {num_sizes} samples with the video_mask of {num_samples}; "
+            "expected the sizes of each, which set the positions in its clip; "
+            "pass one entry per sample"
         )
 
 
@@ -247,24 +212,18 @@ def check_conditioning_frames(
             "expected all, for a model with use_cond=True, or none; "
             "pass all three, or leave them out"
         )
-
-    pairs = {"cond": (cond, x), "cond_mask": (cond_mask, x), "y_null": (y_null, y)}
-    for name, (tensor, like) in pairs.items():
-        # Encoded text has no shape to compare.
-        if not (isinstance(tensor, Tensor) and isinstance(like, Tensor)):
-            continue
-        if tensor.shape != like.shape:
-            raise ValueError(
-                f"got {name} of shape {tuple(tensor.shape)}; expected {list(like.shape)}; "
-                "give it the batch's size"
-            )
-    if not mask_index:
-        return
+    check_tensor("cond", cond, x.shape, x)
+    check_tensor("cond_mask", cond_mask, x.shape, x)
+    # Encoded text has no shape to compare.
+    if isinstance(y, Tensor) and isinstance(y_null, Tensor):
+        check_tensor("y_null", y_null, y.shape, x)
+    elif y_null is not None:
+        check_text(config, len(x), y_null, None, None)
 
     num_frames = -(-x.shape[2] // config.patch_size[0])
-    in_range = all(0 <= frame < num_frames for frame in mask_index)
+    in_range = all(0 <= frame < num_frames for frame in mask_index or ())
     has_null = y_null is not None or isinstance(y, Tensor)
-    if not has_null or config.skip_y_embedder or not in_range:
+    if mask_index and not (has_null and in_range and not config.skip_y_embedder):
         raise ValueError(
             f"got mask_index {list(mask_index)}, y_null "
             f"{'missing' if y_null is None else 'passed'} and skip_y_embedder "
@@ -272,24 +231,16 @@ def check_conditioning_frames(
             "they see as y_null, and text to be embedded; correct these"
         )
 
-    # The shape of y_null was compared with y, unless one of them is encoded.
-    if y_null is not None and (isinstance(y, Text) or isinstance(y_null, Text)):
-        check_text(config, len(x), y_null, None, None)
-
 
 def check_extra_inputs(
     inputs: Mapping[str, str], x: Tensor, passed: Mapping[str, Tensor | None]
 ) -> None:
-    """Raise ValueError unless just the further inputs were passed, one entry for each sample."""
-    if passed.keys() != inputs.keys():
+    """Just the further inputs, one entry for each sample."""
+    given = {name: tensor for name, tensor in passed.items() if tensor is not None}
+    if given.keys() != inputs.keys():
         raise ValueError(
-            f"got the arguments {sorted(passed)} in addition to the model's; expected "
+            f"got the arguments {sorted(given)} in addition to the model's; expected "
             f"{sorted(inputs)}, the extra_inputs of the model's class; pass these"
         )
-    for name, tensor in passed.items():
-        if tensor is None or tensor.ndim == 0 or len(tensor) != len(x) or tensor.device != x.device:
-            got = "None" if tensor is None else f"{tuple(tensor.shape)} on {tensor.device}"
-            raise ValueError(
-                f"got {name} of shape {got}; expected [{len(x)}, {inputs[name]}] on {x.device}; "
-                "pass one entry per sample"
-            )
+    for name, tensor in given.items():
+        check_tensor(name, tensor, (len(x), *tensor.shape[1:]), x)

@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -165,11 +164,6 @@ def stage_of(operator: Any, args: Sequence[Any], width: int, hidden: int) -> str
 
 # --- inputs on the host
 
-PAGE = 32 * 1024**2
-"""Bytes that are pinned at a time, at most. Torch rounds what it pins up to a power of two."""
-# Of pages: PAGE, half of it and so on.
-SIZES = 6
-
 Copied: TypeAlias = "torch.cuda.Event | None"
 """When a copy is complete; None for at once."""
 
@@ -193,9 +187,9 @@ def input_on_host(tokens: Tensor) -> saved_tensors_hooks:
 
 
 class HostMemory:
-    """Pages of pinned memory for the tensors of a device, and the stream that copies them.
+    """Buffers of pinned memory for the tensors of a device, and the stream that copies them.
 
-    A page is reused in the order of that stream, so nothing has to wait before it is free.
+    A buffer is reused in the order of that stream, so nothing has to wait before it is free.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -206,38 +200,35 @@ class HostMemory:
         self._pinned = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def take_pages(self, tokens: Tensor) -> list[Tensor]:
-        """Pages for a tensor; none for one without data, on the meta device."""
-        if tokens.is_meta:
-            return []
-        sizes = page_sizes(tokens.nbytes)
-        return [
-            self._free[size].pop() if self._free[size] else self._new_page(size) for size in sizes
-        ]
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer for so many bytes."""
+        size = buffer_size(nbytes)
+        return self._free[size].pop() if self._free[size] else self._new_buffer(size)
 
-    def free(self, pages: Sequence[Tensor]) -> None:
-        for page in pages:
-            self._free[len(page)].append(page)
+    def free(self, buffer: Tensor) -> None:
+        self._free[len(buffer)].append(buffer)
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Copied:
-        """Copy as many bytes as the smaller of each pair has, after all that is queued."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for target, source in zip(targets, sources, strict=False):
-                size = min(len(target), len(source))
-                target[:size].copy_(source[:size], non_blocking=True)
-        return None if self._stream is None else self._stream.record_event()
+    def copy(self, target: Tensor, source: Tensor) -> Copied:
+        """Copy as many bytes as the smaller one has, after all that is queued."""
+        size = min(len(target), len(source))
+        if not size:
+            return None
+        if self._stream is None:
+            target[:size].copy_(source[:size])
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target[:size].copy_(source[:size], non_blocking=True)
+        return self._stream.record_event()
 
     def wait(self, copied: Copied) -> None:
         """Let the current stream wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
-    def _new_page(self, size: int) -> Tensor:
+    def _new_buffer(self, size: int) -> Tensor:
         try:
-            page = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         except RuntimeError as error:
             raise RuntimeError(
                 f"got no {size / 1e6:.1f} MB of pinned memory from the host for inputs of blocks, "
@@ -246,7 +237,7 @@ class HostMemory:
                 "ranks, start fewer processes on this host, or set grad_checkpoint=True"
             ) from error
         self._pinned += size
-        return page
+        return buffer
 
 
 @cache
@@ -259,7 +250,6 @@ class HostedInput:
     """The input of one block: on the host and, while it is copied or soon needed, on the device."""
 
     _on_device: Tensor | None = None
-    _pages: Sequence[Tensor] = ()
 
     def __init__(self, tokens: Tensor, memory: HostMemory) -> None:
         self._memory = memory
@@ -270,10 +260,11 @@ class HostedInput:
             before._leave_device()
 
         self._shape, self._dtype = tokens.shape, tokens.dtype
-        self._pages = memory.take_pages(tokens)
+        # Tensors of plans have no data.
+        self._buffer = memory.take(0 if tokens.is_meta else tokens.nbytes)
         self._on_device = tokens.contiguous()
         self._version = self._on_device._version
-        self._copied = memory.copy(self._pages, in_pieces(self._on_device))
+        self._copied = memory.copy(self._buffer, as_bytes(self._on_device))
 
     def take(self) -> Tensor:
         """The tokens on the device, and start to copy the tokens of the block before."""
@@ -291,7 +282,7 @@ class HostedInput:
             self._on_device = torch.empty(
                 self._shape, dtype=self._dtype, device=self._memory.device
             )
-            self._copied = self._memory.copy(in_pieces(self._on_device), self._pages)
+            self._copied = self._memory.copy(as_bytes(self._on_device), self._buffer)
             self._version = self._on_device._version
         return self._on_device
 
@@ -312,24 +303,15 @@ class HostedInput:
     def __del__(self) -> None:
         # A pass without backward ends here, perhaps with a copy in flight.
         self._leave_device()
-        self._memory.free(self._pages)
+        if hasattr(self, "_buffer"):
+            self._memory.free(self._buffer)
 
 
-def page_sizes(nbytes: int) -> list[int]:
-    """The pages of a tensor, in bytes: powers of two, of which only the last may not be filled."""
-    smallest = PAGE >> (SIZES - 1)
-    rest = -(-nbytes // smallest) * smallest
-    sizes, size = [], PAGE
-    while rest:
-        if rest >= size:
-            sizes.append(size)
-            rest -= size
-        else:
-            size //= 2
-    return sizes
+def as_bytes(tokens: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return tokens.view(-1).view(torch.uint8)
 
 
-def in_pieces(tokens: Tensor) -> tuple[Tensor, ...]:
-    """The bytes of a tensor, a page at a time."""
-    ends = accumulate(page_sizes(tokens.nbytes))
-    return tokens.view(-1).view(torch.uint8).tensor_split([*ends][:-1])
+def buffer_size(nbytes: int) -> int:
+    """Bytes that are pinned for a tensor: a power of two, to which torch rounds them anyway."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0

@@ -27,7 +27,6 @@ from .input_checks import (
     check_conditioning_frames,
     check_extra_inputs,
     check_inputs,
-    check_packed_lengths,
 )
 from .layers import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .positions import PositionEmbedding2D, RotaryEmbedding, RotaryEmbedding3D
@@ -122,9 +121,9 @@ class STDiT3(ConditionedModel):
         """Predict the velocity (and, with ``pred_sigma``, more channels) of noisy latents.
 
         Args:
-            x, timestep, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
-            y: see ``ConditionedModel``; with ``skip_y_embedder`` projected, packed ``[1, N, C]``.
-            mask: see ``ConditionedModel``; with ``skip_y_embedder`` lengths ``[B]``.
+            x, timestep, y, mask, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
+                With ``skip_y_embedder`` y is projected and packed, ``[1, N, C]``, and mask has the
+                lengths ``[B]``.
             fps: frames per second ``[B]``, 24 where absent.
             height, width: size in pixels ``[B]``, which scales the spatial positions. The first
                 sample's size is used for all, or each sample's own with a ``video_mask``. Without
@@ -290,7 +289,4 @@ class STDiT3(ConditionedModel):
         """Captions packed and projected; with ``skip_y_embedder`` they are already."""
         if isinstance(y, Text) or mask is None or not self.config.skip_y_embedder:
             return super().embed_text(y, mask, drop)
-
-        packed, lengths = y.flatten(0, 1), mask.tolist()
-        check_packed_lengths(packed, lengths)
-        return Text(packed.to(self.dtype), lengths)
+        return Text(y.flatten(0, 1).to(self.dtype), mask.tolist())

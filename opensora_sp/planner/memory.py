@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from opensora_sp.config.sections import Lora
-from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES, page_sizes
+from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES, buffer_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.strategies import strategy_for
@@ -361,10 +361,10 @@ def mixed(traced: Callable[[int], Activations], levels: Sequence[int]) -> Activa
 def pinned_bytes(
     levels: Sequence[int], shape: BatchShape, options: Options, ranks: int, element_size: int
 ) -> int:
-    """Bytes of whole pages in which the busiest of ``ranks`` keeps inputs of blocks on the host."""
+    """Bytes of the buffers in which the busiest of ``ranks`` keeps inputs of blocks on the host."""
 
     def input_bytes(tokens: int) -> int:
-        return sum(page_sizes(tokens * shape.width * element_size))
+        return buffer_size(tokens * shape.width * element_size)
 
     layouts = shape.of_blocks(strategy_for(shape, options, ranks).token_layouts(shape))
     tokens_of_ranks = zip(*(shape.entries(layout, ranks) for layout in layouts), strict=True)

@@ -193,10 +193,9 @@ class Checkpoints:
         """Raise ValueError on every rank unless all that training changes is finite. Collective."""
         names = self._saver.non_finite(job)
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"got NaN or infinity in {names[0]}{more} after step {step}; expected numbers, so "
-                f"this checkpoint is not saved; {self.advice()}"
+                f"got NaN or infinity in {', '.join(names[:3])} after step {step}; expected "
+                f"numbers, so this checkpoint is not saved; {self.advice()}"
             )
 
     def advice(self) -> str:
@@ -384,12 +383,12 @@ def _set_all_aside(run_dir: Path) -> None:
 
 def agree_on(checkpoint: Path | None) -> None:
     """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
-    local = None if checkpoint is None else (checkpoint.name, read_commit(checkpoint))
+    local = (None, None) if checkpoint is None else (checkpoint.name, read_commit(checkpoint))
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, local)
 
     if any(other != seen[0] for other in seen):
-        names = [None if other is None else other[0] for other in seen]
+        names = [name for name, _ in seen]
         raise ValueError(
             f"got different checkpoints on different ranks ({names}, rank by rank); expected the "
             "same; put the run's folder on a disk that all nodes share"

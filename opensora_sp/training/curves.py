@@ -18,16 +18,15 @@ import numpy as np
 from .metrics import RANKS, plot_loss, read_lines, read_validations
 
 OLDER = 8  # validations whose losses by timestep are drawn
-INSIDE, BELOW = 8, 40  # labels that a legend has at most, in the axes and below them
+LABELS = 40  # that a legend has at most
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of a run's folder: metrics by step, sessions (one for each start), validations."""
+    """The files of a run's folder: metrics by step, and validations."""
 
     folder: Path
     lines: list[dict[str, Any]]
-    sessions: list[dict[str, Any]]
     validations: list[dict[str, Any]]
 
     @classmethod
@@ -42,10 +41,9 @@ class RunRecord:
         run = cls(
             folder,
             lines=read_lines(folder / "metrics.jsonl"),
-            sessions=read_lines(folder / "sessions.jsonl"),
             validations=read_validations(folder),
         )
-        if not (run.lines and run.sessions):
+        if not run.lines:
             raise ValueError(
                 f"got {str(folder)!r}, where no step has been logged yet; expected at least one; "
                 "wait for log_every steps"
@@ -80,10 +78,7 @@ def picture(title: str, runs: Sequence[RunRecord]) -> str:
     labels = len(axes.get_legend_handles_labels()[0])
     if labels == 0:
         return ""
-    legend = axes.legend(fontsize="small")
-    if labels > INSIDE:
-        legend.remove()
-    if INSIDE < labels <= BELOW:
+    if labels <= LABELS:
         figure.set_figheight(3.2 + 0.1 * labels)
         figure.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     figure.savefig(png, format="png")

@@ -1,5 +1,5 @@
-"""Choices by the memory of devices when a run starts: batch sizes, what backward keeps, and the
-ranks that share a micro-batch.
+"""What fits into the memory of the devices, chosen when a run starts: batch sizes, what backward
+keeps, and the fewest ranks that a micro-batch fits on.
 
 ``bucket_config`` may leave out batch sizes (None). They are chosen once, and a checkpoint has the
 whole config with them. A run that resumes takes them from there, so its micro-batches are the same
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -26,26 +25,8 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.common.files import read_json
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import (
-    BatchPlan,
-    BucketPlan,
-    CachedFeatures,
-    ReplicaBatches,
-    ScheduledBatches,
-)
+from opensora_sp.data import BatchPlan, BucketPlan
 from opensora_sp.data.buckets import Buckets, batch_sizes_of
-from opensora_sp.data.sampler import RankBatches
-from opensora_sp.features.build import (
-    GroupSeconds,
-    TrainingSet,
-    Work,
-    largest_batch,
-    make_plan,
-    micro_batches_of_step,
-    with_length,
-)
-from opensora_sp.features.cached import check_clips
-from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.kernels import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh
@@ -54,7 +35,6 @@ from opensora_sp.planner.batches import batches_by_name, with_batch_sizes_in
 from opensora_sp.planner.bucket_levels import BucketLevels, least_ranks, levels_for, plan_bucket
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.runtime.cost_model_file import cost_model_of
-from opensora_sp.runtime.host_checks import check_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +75,6 @@ def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
 
 def with_chosen_batch_sizes(
     cfg: TrainConfig,
-    dataset: TrainingSet,
     checkpoint: Path | None,
     mesh: SequenceMesh,
     device: torch.device,
@@ -127,9 +106,7 @@ def with_chosen_batch_sizes(
             chosen = [_fitted_sizes(cfg, mesh, memory, device, names)]
     dist.broadcast_object_list(chosen, src=0)
 
-    cfg = with_batch_sizes_in(cfg, chosen[0])
-    _check_sizes(cfg, dataset)
-    return cfg
+    return with_batch_sizes_in(cfg, chosen[0])
 
 
 def _left_out(cfg: TrainConfig) -> list[str]:
@@ -164,15 +141,6 @@ def _fitted_sizes(
         clips = f"{bucket.name:>14} {bucket.batch.batch_size:6d} clips, {bucket.seconds:.3g} s"
         logger.info("%s, decided by %s", clips, bucket.decided_by)
     return fitted.sizes
-
-
-def _check_sizes(cfg: TrainConfig, dataset: TrainingSet) -> None:
-    """Repeat the checks of ``preflight`` that depend on batch sizes."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_shared_memory(largest_batch(cfg), cfg.num_workers, local_world_size)
-    if isinstance(dataset, CachedFeatures):
-        plan = make_plan(cfg, dataset, micro_batches_of_step(cfg, {}, dist.get_world_size()))
-        check_clips(with_length(cfg, plan), dataset, plan)
 
 
 # What backward keeps
@@ -239,7 +207,7 @@ class ActivationBudget:
 
     def _plan(self, names: Sequence[str]) -> list[BucketLevels]:
         """Plan the batches of these buckets, each on one rank. Collective."""
-        began, mesh = time.perf_counter(), self.mesh
+        mesh = self.mesh
         by_rank: list[list[BucketLevels]] = [[] for _ in range(mesh.world_size)]
         for name in names[mesh.rank :: mesh.world_size]:
             # Tracing takes seconds for each bucket, so ranks share the buckets.
@@ -254,8 +222,6 @@ class ActivationBudget:
         for bucket in planned:
             ranks = f"{bucket.ranks} rank{'s' * (bucket.ranks > 1)}"
             logger.info("gradient checkpointing of %s on %s: %s", bucket.name, ranks, bucket.text)
-        seconds = time.perf_counter() - began
-        logger.info("gradient checkpointing planned for %d buckets in %.1f s", len(names), seconds)
         return planned
 
 
@@ -332,51 +298,10 @@ def _smallest(memory: float, device: torch.device) -> float:
     return float(least)
 
 
-# The ranks that share micro-batches
+# The ranks that batches fit on
 
 
-def make_rank_batches(
-    cfg: TrainConfig,
-    plan: BatchPlan,
-    encoder: ShardedEncoder,
-    work: Work,
-    *,
-    start: int,
-    reserved: int,
-) -> RankBatches:
-    """The sampler of this rank, from step ``start`` on. Collective.
-
-    Args:
-        encoder: of the run; its mesh has the groups.
-        work: by which times are predicted.
-        reserved: bytes of the device that encoders take.
-    """
-    mesh, span = encoder.mesh, dict[str, Any](start=start, stop=cfg.max_steps)
-    if not cfg.schedules_groups:
-        return ReplicaBatches(
-            plan,
-            **span,
-            replica=mesh.dp_rank,
-            num_replicas=mesh.dp_size,
-            request_of=encoder.request,
-        )
-
-    options: dict[str, Any] = dict(ranks_per_node=mesh.ranks_per_node)
-    # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
-    if len(mesh.own) > 1 and (encoder.device.type == "cuda" or cfg.grad_checkpoint == "auto"):
-        run = estimator_of(cfg, mesh, encoder.device, reserved, work.options)
-        options["least_ranks"] = _least_ranks(cfg, mesh, run, buckets_with_clips(plan))
-    return ScheduledBatches(
-        plan,
-        **span,
-        rank=mesh.rank,
-        family=mesh.family,
-        seconds=GroupSeconds(cfg, work, **options),
-        request_of=encoder.request,
-    )
-
-
-def _least_ranks(
+def fewest_ranks(
     cfg: TrainConfig, mesh: SequenceMesh, run: RunEstimator, buckets: Container[str] | None = None
 ) -> dict[str, int]:
     """By bucket, the fewest ranks whose memory its batches fit into.
@@ -409,7 +334,4 @@ def _least_ranks(
             f"{run.memory / 1e9:.0f}GB chooses both), set grad_checkpoint='auto', or start more "
             "processes"
         )
-    several = [f"{name or 'a step'}: {ranks}" for name, ranks in least.items() if ranks > 1]
-    if several:
-        logger.info("fewest ranks that batches fit on: %s", ", ".join(several))
     return least

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -80,8 +79,6 @@ class Reporter:
             for name in ("metrics.jsonl", "validation.jsonl", RANKS):
                 drop_after(start, run_dir / name)
         with self.outputs.of("sessions.jsonl"):
-            # All sessions stay, but a line that is not whole would spoil the next one.
-            drop_after(math.inf, run_dir / "sessions.jsonl")
             began = datetime.now().astimezone().isoformat(timespec="seconds")
             entry = {"step": start, "stop": self.stop, "began": began, **session}
             append_line(run_dir / "sessions.jsonl", entry)
@@ -101,11 +98,6 @@ class Reporter:
         if wants_tensorboard(cfg):
             openers["TensorBoard"] = lambda: TensorBoardTracker(
                 self.run_dir, hyperparameters, start=start
-            )
-        elif cfg.tensorboard:
-            LOGGER.info(
-                "TensorBoard is not installed, and gets nothing of this run; to see its curves "
-                "there: pip install 'opensora-sp[tensorboard]'"
             )
         if cfg.wandb:
             openers["W&B"] = lambda: WandbTracker(self.run_dir, hyperparameters)
@@ -211,7 +203,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
             raise
 
 
-def drop_after(step: float, path: Path) -> None:
+def drop_after(step: int, path: Path) -> None:
     """Remove what a former attempt reported after the step that this one starts from."""
     if path.is_file():
         kept = [line for line in read_lines(path) if line["step"] <= step]
@@ -234,16 +226,11 @@ def log_line(step: int, stop: int, values: dict[str, Any], peak_tflops: float | 
         f"{values['tokens_per_s']:.4g} tokens/s",
         f"{values['peak_memory_gb']:.2f} GB",
         f"waiting: {waiting}",
-        f"ETA {format_time(values['eta'])}",
+        f"ETA {timedelta(seconds=round(values['eta']))}",
     ]
     if "mfu" in values:
         parts.insert(6, f"MFU {values['mfu']:.1%} of {peak_tflops:g} TFLOP/s")
     return " | ".join(parts)
-
-
-def format_time(seconds: float) -> str:
-    """``3:02:01``, with days in front where there are any."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -296,14 +283,13 @@ def draw_loss(run_dir: Path) -> None:
     if validations:
         steps, losses = ([line[key] for line in validations] for key in ("step", "loss"))
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="held-out")
+    if axes.lines:
         axes.legend()
     figure.savefig(run_dir / "loss.png")
 
 
 def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str) -> None:
     """Draw the loss as logged (a faint curve) and its running mean (a strong one)."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-
     logged = [line for line in lines if line.get("loss") is not None]
     if not logged:
         return
@@ -312,14 +298,8 @@ def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str)
     axes.plot(steps, losses, color=color, linewidth=0.8, alpha=0.3)
     axes.plot(steps[-len(mean) :], mean, color=color, label=label)
 
-    axes.set(xlabel="optimizer step", ylabel="loss", yscale="log")
-    # Plain numbers: by default, labels of less than a decade are like 1.16 x 10^0.
-    is_wide = losses.max() > 10 * losses.min()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if is_wide else MaxNLocator(6))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="optimizer step", ylabel="loss")
     axes.grid(alpha=0.3)
-    axes.legend()
 
 
 class LogFile(logging.FileHandler):

@@ -145,9 +145,8 @@ def check_resume(
     if cfg.micro_batches_per_step is not None:
         ours["micro_batches_per_step"] = cfg.micro_batches_per_step
     _check_same_order(ours, state, checkpoint, dataset, accept_new_data=accept_new_data)
-    if "config" in state:
-        _check_same_lora(cfg, state["config"].get("lora"), checkpoint)
-        check_same_state(cfg, state["config"]["optimizer"], checkpoint)
+    _check_same_lora(cfg, state["config"].get("lora"), checkpoint)
+    check_same_state(cfg, state["config"]["optimizer"], checkpoint)
     if isinstance(dataset, CachedFeatures):
         check_clips(cfg, dataset, plan)
 

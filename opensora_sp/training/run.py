@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks
 from opensora_sp.runtime.run_lock import RunLock
-from opensora_sp.runtime.run_store import RunStore
 from opensora_sp.runtime.timeouts import backend_timeout
 from opensora_sp.runtime.watchdog import Watchdog
 
@@ -38,6 +36,8 @@ logger = logging.getLogger(__name__)
 # rings of NCCL the order follows from the ranks; trees have no reduce-scatter, and NVLS adds in the
 # network switch.
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
+
+TIME_LIMITS = ("peer_timeout", "collective_timeout", "grace_time")
 
 
 def train(
@@ -64,8 +64,7 @@ def train(
             not fit the config; later, on every rank, if another run holds the folder or the run
             cannot continue.
         SystemExit: with status 1 if another rank has failed; where the run was asked to stop before
-            its end (see ``runtime.watchdog``), with 130 after Ctrl-C, else with
-            ``cfg.stopped_exit_code`` unless that is 0.
+            its end (see ``runtime.watchdog``), with 130 after Ctrl-C.
     """
     traced = None if profile is None else Steps.parse(profile)
     if resume == "none" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
@@ -85,7 +84,8 @@ def train(
     run_dir, store = Path(cfg.outputs), join_rendezvous(compared)
     with ExitStack() as run:
         run.enter_context(closing_process_group())
-        watch = run.enter_context(_watchdog(cfg, store))
+        limits = {name: getattr(cfg, name) for name in TIME_LIMITS}
+        watch = run.enter_context(Watchdog(store, **limits))
         launch(cfg.seed, store, timeout=backend_timeout(cfg.collective_timeout))
         run.enter_context(_locked(run_dir, cfg.collective_timeout / 2))
         _open_run_dir(cfg, run_dir)
@@ -111,8 +111,6 @@ def train(
             "stopped by Ctrl-C (SIGINT) with a checkpoint, from which --resume auto resumes: "
             f"{run_dir}"
         )
-    if not finished and cfg.stopped_exit_code:
-        sys.exit(cfg.stopped_exit_code)
     return run_dir
 
 
@@ -128,15 +126,6 @@ def _locked(run_dir: Path, patience: float) -> Iterator[None]:
             if is_rank_0:
                 locks.enter_context(RunLock(run_dir, patience))
         yield
-
-
-def _watchdog(cfg: TrainConfig, store: RunStore | None) -> Watchdog:
-    return Watchdog(
-        store,
-        peer_timeout=cfg.peer_timeout,
-        collective_timeout=cfg.collective_timeout,
-        grace_time=cfg.grace_time,
-    )
 
 
 def _open_run_dir(cfg: TrainConfig, run_dir: Path) -> None:
@@ -160,7 +149,7 @@ def use_deterministic_kernels() -> None:
     through the environment.
 
     Raises:
-        ValueError: if the environment selects something else, or CUDA was used before.
+        ValueError: if the environment selects something else.
     """
     for name, allowed in SETTINGS.items():
         setting = os.environ.get(name, allowed[0])
@@ -170,17 +159,9 @@ def use_deterministic_kernels() -> None:
                 f"{allowed}, whose sums have a fixed order; unset it, or leave deterministic out"
             )
 
-    if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        raise ValueError(
-            "got deterministic=True after CUDA was used; expected it before, since cuBLAS reads "
-            "its setting once; set CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
-        )
-
-    for name, allowed in SETTINGS.items():
-        os.environ.setdefault(name, allowed[0])
+        os.environ[name] = setting
     torch.use_deterministic_algorithms(True)
 
     # Filling new memory with NaN detects reads of it. It costs a write each and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    logger.info("deterministic kernels only: sums have a fixed order")

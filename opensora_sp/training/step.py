@@ -1,4 +1,10 @@
-"""One optimizer step of a training run. The host reads its result one step late (``step_log``)."""
+"""One optimizer step of a training run, and its result, which the host reads one step late.
+
+A step's loss, and whether its update was taken, are numbers on the device. A host that waited for
+them could not queue the next step meanwhile, and the device would idle. So they are copied
+asynchronously, and read when the next step is queued. A checkpoint or a line of the log needs exact
+numbers, so the last step is settled before.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from opensora_sp.common.tensors import ToHost
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data.loader import LoadedBatch, StepBatches
@@ -22,13 +29,74 @@ from opensora_sp.runtime.watchdog import Watchdog
 
 from .checkpointing import TrainingState
 from .memory_fit import ActivationBudget
-from .step_log import Meter, PendingResult
 from .sync_check import SyncCheck
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one optimizer step, equal on all ranks."""
+
+    step: int  # counted from 1
+    loss: float  # mean over the step's samples
+    taken: bool  # False: loss or gradient were not finite, and no weight has changed
+    stop: bool  # some rank was asked to stop
+
+
+class PendingResult:
+    """The result of a step that may still be computed.
+
+    Args:
+        step: counted from 1.
+        loss: mean over the step's samples, a scalar.
+        taken: whether the weights were updated, a bool scalar.
+        stop: a scalar, above 0 where some rank was asked to stop.
+    """
+
+    def __init__(self, step: int, *, loss: Tensor, taken: Tensor, stop: Tensor) -> None:
+        self.step = step
+        self._numbers = ToHost(torch.stack([loss, taken.to(loss), stop]))
+
+    def read(self) -> StepResult:
+        """Wait until the step is computed."""
+        loss, taken, stop = self._numbers.tolist()
+        return StepResult(self.step, loss, taken=taken > 0, stop=stop > 0)
+
+
+class DelayedResults:
+    """Reads the result of a step when the next one is queued, or when it is needed.
+
+    Args:
+        observe: called with the result of each step, in their order.
+
+    Attributes:
+        asked_to_stop: whether some rank was asked to stop, as far as results are read.
+    """
+
+    def __init__(self, observe: Callable[[StepResult], None]) -> None:
+        self.asked_to_stop = False
+        self._observe = observe
+        self._pending: PendingResult | None = None
+
+    def add(self, pending: PendingResult) -> None:
+        """Read the step before, while the device computes the one that is queued now."""
+        self.settle()
+        self._pending = pending
+
+    def settle(self) -> None:
+        """Wait for the newest step, unless it is read already."""
+        if self._pending is not None:
+            result, self._pending = self._pending.read(), None
+            self.asked_to_stop |= result.stop
+            self._observe(result)
 
 
 @dataclass
 class TrainingStep:
-    """One optimizer step: forward and backward of each micro-batch, then the update."""
+    """One optimizer step: forward and backward of each micro-batch, then the update.
+
+    Args:
+        count_work: gets each micro-batch that is computed, for the metrics.
+    """
 
     cfg: TrainConfig
     booster: Any
@@ -39,7 +107,7 @@ class TrainingStep:
     draw_config: DrawConfig
     batch_maker: BatchMaker
     activations: ActivationBudget
-    meter: Meter
+    count_work: Callable[[Batch], None]
     sync_check: SyncCheck
 
     def run(self, step: int, batches: StepBatches, watch: Watchdog | None = None) -> PendingResult:
@@ -71,7 +139,7 @@ class TrainingStep:
         is_idle = not loaded.micro_batch.ids
         if not is_idle:
             self.sync_check.see(step, batch.of_group)
-            self.meter.count(batch)
+            self.count_work(batch)
 
         # Blocks read their levels of recomputation when the forward pass begins.
         self.activations.set_levels_for(batch.x_t.shape)

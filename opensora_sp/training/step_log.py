@@ -1,11 +1,6 @@
-"""Results of optimizer steps and metrics of the intervals between two lines of the log.
+"""Metrics of the intervals between two lines of the log.
 
-A step's loss, and whether its update was taken, are numbers on the device. A host that waited for
-them could not queue the next step meanwhile, and the device would idle. So they are copied
-asynchronously, and read when the next step is queued. A checkpoint or a line of the log needs exact
-numbers, so the last step is settled before.
-
-Legend: B samples, L text tokens.
+Legend: B samples.
 """
 
 from __future__ import annotations
@@ -16,15 +11,15 @@ import statistics
 import sys
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.common.tensors import ToHost, to_device
+from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import MicroBatch, StepLoader
@@ -38,44 +33,16 @@ from opensora_sp.planner.seconds import ModelFlops
 
 from .checkpointing import Checkpoints
 from .metrics import Reporter
+from .step import StepResult
 
 logger = logging.getLogger(__name__)
 
 
-class Peak(NamedTuple):
-    """Peak TFLOP/s of one device, None if it is not known, and where the number is from."""
-
-    tflops: float | None
-    source: str
-
-    @classmethod
-    def of(cls, device: torch.device, precision: str, configured: float | None) -> Peak:
-        """The config's ``peak_tflops`` if it has one, else the peak of a known GPU in 16 bits."""
-        if configured is not None:
-            return cls(configured, "peak_tflops of the config")
-        if device.type != "cuda":
-            return cls(None, "the peak of a CPU is not known; set peak_tflops")
-        return cls.of_gpu(torch.cuda.get_device_name(device), precision)
-
-    @classmethod
-    def of_gpu(cls, name: str, precision: str) -> Peak:
-        """Peak of a GPU by its name."""
-        if precision not in ("bf16", "fp16"):
-            known = "is known in bf16 and fp16"
-            return cls(None, f"the peak of {name} {known}, not in {precision}; set peak_tflops")
-        gpu = gpu_of(name)
-        if gpu is None:
-            return cls(None, f"the peak of {name} is not known; set peak_tflops")
-        return cls(SHEETS[gpu].tflops, f"dense {precision} of {name}")
-
-    def __str__(self) -> str:
-        if self.tflops is None:
-            return f"no MFU: {self.source}"
-        return f"MFU is a share of {self.tflops:g} TFLOP/s per device ({self.source})"
-
-
 class Meter:
     """Measures what happens while ``timer`` is entered, between two calls of ``measure``.
+
+    Args:
+        peak_tflops: of one device; None where it is not known.
 
     Attributes:
         by_rank: of the last call of ``measure``, numbers that differ between ranks, by rank.
@@ -86,14 +53,12 @@ class Meter:
         model: ConditionedModel,
         device: torch.device,
         *,
-        precision: str,
         mesh: SequenceMesh,
         peak_tflops: float | None,
     ) -> None:
-        self.device, self.mesh = device, mesh
+        self.device, self.mesh, self.peak_tflops = device, mesh, peak_tflops
         self.flops = ModelFlops.of(model)
         self.null_caption = len(model.y_embedder.y_embedding)
-        self.peak = Peak.of(device, precision, peak_tflops)
         self.timer = CommTimer(device)
         self.by_rank: dict[str, list[float]] = {}
         self._work = 0.0
@@ -149,8 +114,8 @@ class Meter:
         }
         if world_size > 1:
             metrics["communication"] = statistics.fmean(communication)
-        if self.peak.tflops is not None:
-            at_peak = self.peak.tflops * 1e12 * world_size * seconds
+        if self.peak_tflops is not None:
+            at_peak = self.peak_tflops * 1e12 * world_size * seconds
             metrics["mfu"] = sum(work) / at_peak
         return metrics
 
@@ -170,76 +135,20 @@ def text_tokens(lengths: Sequence[int], drop: Tensor | None, null_caption: int) 
     return int(tokens.sum())
 
 
+def known_peak(device: torch.device, precision: str) -> float | None:
+    """Peak TFLOP/s of a GPU in 16 bits by its data sheet; None where that is not known."""
+    if device.type != "cuda" or precision not in ("bf16", "fp16"):
+        return None
+    gpu = gpu_of(torch.cuda.get_device_name(device))
+    return None if gpu is None else SHEETS[gpu].tflops
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak bytes of torch's tensors on a GPU, else of this process on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes if sys.platform == "darwin" else kilobytes * 1024
-
-
-# Results
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step, equal on all ranks."""
-
-    step: int  # counted from 1
-    loss: float  # mean over the step's samples
-    taken: bool  # False: loss or gradient were not finite, and no weight has changed
-    stop: bool  # some rank was asked to stop
-
-
-class PendingResult:
-    """The result of a step that may still be computed.
-
-    Args:
-        step: counted from 1.
-        loss: mean over the step's samples, a scalar.
-        taken: whether the weights were updated, a bool scalar.
-        stop: a scalar, above 0 where some rank was asked to stop.
-    """
-
-    def __init__(self, step: int, *, loss: Tensor, taken: Tensor, stop: Tensor) -> None:
-        self.step = step
-        self._numbers = ToHost(torch.stack([loss, taken.to(loss), stop]))
-
-    def read(self) -> StepResult:
-        """Wait until the step is computed."""
-        loss, taken, stop = self._numbers.tolist()
-        return StepResult(self.step, loss, taken=taken > 0, stop=stop > 0)
-
-
-class DelayedResults:
-    """Reads the result of a step when the next one is queued, or when it is needed.
-
-    Args:
-        observe: called with the result of each step, in their order.
-
-    Attributes:
-        asked_to_stop: whether some rank was asked to stop, as far as results are read.
-    """
-
-    def __init__(self, observe: Callable[[StepResult], None]) -> None:
-        self.asked_to_stop = False
-        self._observe = observe
-        self._pending: PendingResult | None = None
-
-    def add(self, pending: PendingResult) -> None:
-        """Read the step before, while the device computes the one that is queued now."""
-        self.settle()
-        self._pending = pending
-
-    def settle(self) -> None:
-        """Wait for the newest step, unless it is read already."""
-        if self._pending is not None:
-            result, self._pending = self._pending.read(), None
-            self.asked_to_stop |= result.stop
-            self._observe(result)
-
-
-# The log
 
 
 @dataclass
@@ -312,7 +221,7 @@ class StepLog:
     def write(self, reporter: Reporter, done: int) -> None:
         """Log the numbers of the interval that ends here, and begin the next one. Collective."""
         numbers = self._measure(done)
-        reporter.log(done, numbers, self.meter.peak.tflops, self.meter.by_rank)
+        reporter.log(done, numbers, self.meter.peak_tflops, self.meter.by_rank)
         self.begin_interval()
 
     def _measure(self, done: int) -> dict[str, float | None]:

@@ -9,6 +9,7 @@ import logging
 import os
 import shlex
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 
 from .checkpointing import TrainingState
-from .metrics import format_time, read_validations
-from .step_log import Peak
+from .metrics import read_validations
 
 logger = logging.getLogger(__name__)
 # In a run's folder: a config to sample from it.
@@ -46,7 +46,6 @@ class RunSetup:
 
     Attributes:
         options: of sequence parallelism.
-        peak: of a device.
     """
 
     cfg: TrainConfig
@@ -55,7 +54,6 @@ class RunSetup:
     tensors: TrainingState
     dataset: TrainingSet
     plan: BatchPlan
-    peak: Peak
 
     @property
     def device(self) -> torch.device:
@@ -71,12 +69,11 @@ class RunSetup:
             "dp_size": self.mesh.dp_size,
             "sp_size": self.cfg.sp_size,
             "device": torch.cuda.get_device_name(self.device) if on_cuda else "CPU",
-            "peak_tflops": self.peak.tflops,
         }
 
 
 def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
-    """Log processes, model, micro-batches and the peak for MFU, with warnings about them.
+    """Log processes, model and micro-batches, with warnings about them.
 
     Args:
         start: steps that the run has done before.
@@ -102,14 +99,7 @@ def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
     for line in [*describe_schedule(cfg), *exchanges, *unused]:
         logger.info("%s", line)
 
-    if not cfg.schedules_groups and plan.micro_batches_per_step % mesh.dp_size:
-        logger.warning(
-            "%d micro-batches per step on %d replicas: some wait while others compute their last "
-            "one",
-            plan.micro_batches_per_step,
-            mesh.dp_size,
-        )
-    for line in [str(run.peak), *plan.describe(start)]:
+    for line in plan.describe(start):
         logger.info("%s", line)
     if not any(run.dataset.rows.texts):
         logger.warning(
@@ -209,7 +199,8 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
     heldout = ""
     for line in read_validations(run_dir)[-1:]:
         heldout = f" | held-out loss {line['loss']:.4f} (step {line['step']})"
-    logger.info("finished: %s | %s | %s%s", steps, format_time(seconds), loss, heldout)
+    took = timedelta(seconds=round(seconds))
+    logger.info("finished: %s | %s | %s%s", steps, took, loss, heldout)
     logger.info("checkpoint: %s", newest_checkpoint(run_dir))
 
     weights = ["--ckpt", str(run_dir)]
@@ -225,11 +216,6 @@ def conclude(cfg: TrainConfig, run_dir: Path, last_loss: float | None, seconds: 
 def _from_anywhere(command: list[str]) -> str:
     """A command for a shell whose folder may be another one, as after ``my_project/run.sh``.
 
-    Its paths, and those in configs, are relative to the working directory of this process. One
-    that has been removed cannot be entered.
+    Its paths, and paths in configs, are relative to the working directory of this process.
     """
-    try:
-        folder = os.getcwd()
-    except FileNotFoundError:
-        return shlex.join(command)
-    return f"{shlex.join(['cd', folder])} && {shlex.join(command)}"
+    return f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"

@@ -115,7 +115,8 @@ class SyncCheck:
             begin = self.mesh.rank * master.numel()
             part = self.shards.working[name].detach().reshape(-1)[begin : begin + master.numel()]
             # The last parts may be padded.
-            differs[name] = _differ(part, master[: part.numel()])
+            rounded = master[: part.numel()].to(part)
+            differs[name] = (_bits(part) != _bits(rounded)).any()
         return differs
 
     def _gathered(self, numbers: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -132,7 +133,8 @@ class SyncCheck:
         for group, digests in batches.items():
             local[group] = [(name, int(number)) for name, number in digests]
         # With their names, since ranks are in different groups with different tensors.
-        by_rank = _objects(local)
+        by_rank: list[dict[RankGroup, Any]] = [{}] * self.mesh.world_size
+        dist.all_gather_object(by_rank, local)
 
         starts: dict[tuple[Any, ...], list[int]] = {}
         for group in self.mesh.family:
@@ -158,14 +160,11 @@ def _difference(
 ) -> ValueError:
     """The error for a tensor whose digests differ between ``ranks``."""
     usual = max(digests, key=digests.count)
-    unlike = [rank for rank, number in zip(ranks, digests, strict=True) if number != usual]
-    where = f"on ranks {unlike} than on the rest of ranks {list(ranks)}"
-    if 2 * len(unlike) >= len(digests):
-        # There is no majority.
-        where = f"on each half of ranks {list(ranks)}"
+    alike = [rank for rank, number in zip(ranks, digests, strict=True) if number == usual]
+    unlike = sorted(set(ranks).difference(alike))
     return ValueError(
-        f"got another {kind} {name!r} {where}, in step {step + 1}; expected the same numbers; "
-        f"{_ADVICE}"
+        f"got another {kind} {name!r} on ranks {unlike} than on ranks {alike}, in step {step + 1}; "
+        f"expected the same numbers; {_ADVICE}"
     )
 
 
@@ -188,15 +187,3 @@ def _bits(tensor: Tensor) -> Tensor:
     """The elements as integers, ``[n]``."""
     integers = _INTEGERS.get(tensor.element_size(), torch.int32)
     return tensor.detach().reshape(-1).view(integers)
-
-
-def _differ(working: Tensor, master: Tensor) -> Tensor:
-    """Whether any bit of a weight differs from its master weight, rounded, a boolean ``[]``."""
-    return (_bits(working) != _bits(master.to(working))).any()
-
-
-def _objects(local: Any) -> list[Any]:
-    """The object of each rank. Collective."""
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, local)
-    return by_rank

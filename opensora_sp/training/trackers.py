@@ -7,7 +7,9 @@ of the steps that it repeats.
 
 from __future__ import annotations
 
+import json
 import os
+import textwrap
 import uuid
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -19,14 +21,14 @@ from opensora_sp.config import TrainConfig
 
 # Of W&B, unless WANDB_PROJECT names another.
 PROJECT = "opensora_sp"
-INSTEAD = "set {}=False (metrics.jsonl holds the same numbers)"
 
 
 def check_trackers(cfg: TrainConfig) -> None:
     """Raise ValueError if a tracker is configured and not installed."""
     for key in ("tensorboard", "wandb"):
         if getattr(cfg, key) is True:
-            check_extra(key, key, setting=f"{key}=True", instead=INSTEAD.format(key))
+            instead = f"set {key}=False (metrics.jsonl holds the same numbers)"
+            check_extra(key, key, setting=f"{key}=True", instead=instead)
 
 
 def wants_tensorboard(cfg: TrainConfig) -> bool:
@@ -44,14 +46,12 @@ class TensorBoardTracker:
 
     def __init__(self, run_dir: Path, hyperparameters: dict[str, Any], *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         folder = str(run_dir / "tensorboard")
         self._writer = cast(Any, SummaryWriter(folder, purge_step=start + 1))
-        # add_hparams would make another run of them, in a folder below.
-        shown: dict[str, float | None] = {"loss": None, "validation/loss": None}
-        for summary in hparams(flattened(hyperparameters), shown)[:2]:
-            self._writer.file_writer.add_summary(summary, 0)
+        # An indented block is shown as it is.
+        text = json.dumps(hyperparameters, indent=1)
+        self._writer.add_text("config", textwrap.indent(text, " " * 4))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Add the numbers of a step, by their names in ``metrics.jsonl``."""
@@ -109,15 +109,3 @@ class WandbTracker:
 
 
 Tracker: TypeAlias = TensorBoardTracker | WandbTracker
-
-
-def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """``{"optimizer": {"lr": 1}}`` as ``{"optimizer.lr": 1}``; other types become text."""
-    flat: dict[str, bool | int | float | str] = {}
-    for key, option in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(option, dict):
-            flat |= flattened(option, f"{name}.")
-        else:
-            flat[name] = option if isinstance(option, (bool, int, float, str)) else str(option)
-    return flat

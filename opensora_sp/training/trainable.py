@@ -183,16 +183,10 @@ def check_same_state(cfg: TrainConfig, saved: dict[str, Any], checkpoint: Path) 
     theirs = Optimizer(**saved)
     if theirs.moments != cfg.optimizer.moments or theirs.scalars != cfg.optimizer.scalars:
         raise ValueError(
-            f"got optimizer.type {cfg.optimizer.type!r}, which keeps "
-            f"{_state_names(cfg.optimizer)}, to resume from {checkpoint}, which has "
-            f"{_state_names(theirs)} of {theirs.type!r}; expected the same state; change it back, "
-            f"or start a new run from these weights with --cfg-options load={checkpoint}"
+            f"got optimizer.type {cfg.optimizer.type!r} to resume from {checkpoint}, which has the "
+            f"state of {theirs.type!r}; expected an optimizer with the same moments; change it "
+            f"back, or start a new run from these weights with --cfg-options load={checkpoint}"
         )
-
-
-def _state_names(optimizer: Optimizer) -> str:
-    scalars = [name for name in optimizer.scalars if name != "step"]
-    return ", ".join([*optimizer.moments, *scalars]) or "no moments"
 
 
 # EMA weights

@@ -14,10 +14,12 @@ from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_mod
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.learning_rate import learning_rate
-from opensora_sp.data import StepLoader
+from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
+from opensora_sp.data.sampler import RankBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
 from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.build import (
+    GroupSeconds,
     TrainingSet,
     Work,
     make_encoders,
@@ -40,13 +42,14 @@ from .checkpointing import Checkpoints, TrainingState, fixed_tensors
 from .memory_fit import (
     ActivationBudget,
     buckets_with_clips,
-    make_rank_batches,
+    estimator_of,
+    fewest_ranks,
     with_chosen_batch_sizes,
 )
 from .metrics import Reporter
 from .profiling import StepProfiler, Steps
-from .step import TrainingStep
-from .step_log import DelayedResults, Meter, StepLog
+from .step import DelayedResults, TrainingStep
+from .step_log import Meter, StepLog, known_peak
 from .summary import (
     RunSetup,
     conclude,
@@ -88,9 +91,7 @@ class Trainer:
         self.source = make_source(cfg, dataset, device)
         self.encoders_of_videos = encoders_of_validation(cfg, self.source, device)
         self.reserved = _allocated(device)
-        cfg = with_chosen_batch_sizes(
-            cfg, dataset, checkpoint, self.mesh, device, reserved=self.reserved
-        )
+        cfg = with_chosen_batch_sizes(cfg, checkpoint, self.mesh, device, reserved=self.reserved)
 
         self._build_boosted_model(cfg)
         state = self._restore(cfg, checkpoint)
@@ -159,13 +160,13 @@ class Trainer:
         for step, batches in enumerate(steps, self.start):
             done = step + 1
             log.see(batches.micro_batches)
-            with counter, self.step.meter.timer, profiler.step(done):
+            with counter, log.meter.timer, profiler.step(done):
                 pending = self.step.run(step, batches, watch)
             results.add(pending)
 
             saves = done % cfg.ckpt_every == 0 or done == cfg.max_steps
             logs = done % cfg.log_every == 0
-            validates = self.validator is not None and self.validator.is_due(done)
+            validates = cfg.validation is not None and done % cfg.validation.every == 0
             if saves or logs or validates or results.asked_to_stop:
                 results.settle()
             stopped = results.asked_to_stop and done < cfg.max_steps
@@ -178,7 +179,8 @@ class Trainer:
             if stopped:
                 break
             if validates:
-                self._validate(done, run_dir, reporter, results, watch)
+                assert self.validator is not None
+                log.exclude(self.validator.validate(done, run_dir, reporter))
 
         # Workers read ahead, and a save may still be written in the background.
         self.loader.close()
@@ -192,25 +194,6 @@ class Trainer:
         self.checkpoints.save(self.tensors, self.state(done), rotate=rotate)
         reporter.draw_loss()
         self.log.begin_interval()
-
-    def _validate(
-        self,
-        done: int,
-        run_dir: Path,
-        reporter: Reporter,
-        results: DelayedResults,
-        watch: Watchdog | None,
-    ) -> None:
-        """Validate, unless a rank was asked to stop since the step: the next step is the last."""
-        assert self.validator is not None
-        asked_to_stop = watch is not None and watch.stop_reason is not None
-        stop = torch.tensor(float(asked_to_stop), device=self.device)
-        # All ranks have to take the same branch, since validation is collective.
-        dist.all_reduce(stop)
-        if stop.item() and done < self.cfg.max_steps:
-            results.asked_to_stop = True
-            return
-        self.log.exclude(self.validator.validate(done, run_dir, reporter))
 
     def state(self, done: int) -> dict[str, Any]:
         """The content of ``state.json`` after ``done`` steps: all that the next steps depend on."""
@@ -288,9 +271,7 @@ class Trainer:
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
         self.batches = BatchMaker(cfg, self.device)
 
-        self.rank_batches = make_rank_batches(
-            cfg, plan, self.encoder, self.work, start=self.start, reserved=self.reserved
-        )
+        self.rank_batches = self._make_rank_batches()
         self.loader = StepLoader(
             dataset,
             self.rank_batches,
@@ -303,13 +284,31 @@ class Trainer:
             time_limit=cfg.dataset.time_limit,
         )
 
+    def _make_rank_batches(self) -> RankBatches:
+        """The sampler of this rank, from step ``start`` on. Collective."""
+        cfg, mesh, plan = self.cfg, self.mesh, self.plan
+        steps = dict[str, Any](start=self.start, stop=cfg.max_steps)
+        steps["request_of"] = self.encoder.request
+        if not cfg.schedules_groups:
+            return ReplicaBatches(plan, **steps, replica=mesh.dp_rank, num_replicas=mesh.dp_size)
+
+        least: dict[str, int] = {}
+        # The memory of a CPU belongs to all ranks of a host, so a group has no more than a rank.
+        has_own_memory = self.device.type == "cuda" or cfg.grad_checkpoint == "auto"
+        if len(mesh.own) > 1 and has_own_memory:
+            run = estimator_of(cfg, mesh, self.device, self.reserved, self.options)
+            least = fewest_ranks(cfg, mesh, run, buckets_with_clips(plan))
+        seconds = GroupSeconds(
+            cfg, self.work, ranks_per_node=mesh.ranks_per_node, least_ranks=least
+        )
+        return ScheduledBatches(plan, **steps, rank=mesh.rank, family=mesh.family, seconds=seconds)
+
     def _build_step(self) -> None:
         """Build ``step``, and the observers of a run: ``validator``, ``checkpoints``, ``log``."""
         cfg, mesh, module, device = self.cfg, self.mesh, self.module, self.device
         buckets = buckets_with_clips(self.plan)
-        meter = Meter(
-            module, device, precision=cfg.precision, mesh=mesh, peak_tflops=cfg.peak_tflops
-        )
+        peak_tflops = known_peak(device, cfg.precision)
+        meter = Meter(module, device, mesh=mesh, peak_tflops=peak_tflops)
         self.step = TrainingStep(
             cfg,
             self.booster,
@@ -320,7 +319,7 @@ class Trainer:
             self.draws,
             self.batches,
             ActivationBudget(cfg, module, mesh, device, self.reserved, buckets, self.options),
-            meter,
+            meter.count,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
         )
 
@@ -349,9 +348,7 @@ class Trainer:
             self.checkpoints,
             self.skipped,
         )
-        self.setup = RunSetup(
-            cfg, mesh, self.options, self.tensors, self.dataset, self.plan, meter.peak
-        )
+        self.setup = RunSetup(cfg, mesh, self.options, self.tensors, self.dataset, self.plan)
 
 
 def encoders_of_validation(

@@ -91,10 +91,6 @@ class Validator:
                 model, module, mesh, self.heldout, encoders, batches, whole=whole
             )
 
-    def is_due(self, step: int) -> bool:
-        """True for every ``validation.every``-th step, counted from 1."""
-        return step % self.validation.every == 0
-
     def validate(self, step: int, run_dir: Path, reporter: Reporter) -> float:
         """Write videos and report the held-out loss; returns the seconds it took. Collective."""
         since = time.perf_counter()
@@ -138,7 +134,7 @@ class Validator:
     def _heldout_losses(self, dataset: VideoTextDataset) -> Tensor:
         """The mean loss of the clips that all ranks can read, in each bin, ``[K]``. Collective."""
         assert dataset.shape is not None
-        means = self.loss.measure(
+        losses, num_clips = self.loss.measure(
             range(self.replica, len(dataset), self.num_replicas),
             dataset.shape,
             batch_size=self.validation.batch_size,
@@ -147,11 +143,11 @@ class Validator:
             seeds=[self.cfg.seed],
         )
 
-        if not means.clips:
+        if not num_clips:
             raise none_readable(
                 "validation.manifest", dataset, dataset.shape, self.loss.corrupt.last
             )
-        return means.losses[0]
+        return losses[0]
 
 
 @contextmanager

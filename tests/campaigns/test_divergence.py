@@ -175,7 +175,7 @@ def expected_error(flip: Flip, name: str) -> str:
         return f"got a part of the working weight {name!r} on ranks [{flip.rank}] that is not the"
     if flip.setup.world == 2:
         # There is no majority.
-        return f"got another weight {name!r} on each half of ranks [0, 1]"
+        return f"got another weight {name!r} on ranks [1] than on ranks [0]"
     return f"got another weight {name!r} on ranks [{flip.rank}] than"
 
 

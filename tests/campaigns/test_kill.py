@@ -76,7 +76,7 @@ CALLS = {
         f"{STEP}TrainingStep._update": 4,
         "opensora_sp.plugin:SequenceZeroOptimizer.step_if_finite": 4,
         "opensora_sp.training.trainable:ShardedEma.update": 4,
-        "opensora_sp.training.step_log:PendingResult.read": 4,
+        "opensora_sp.training.step:PendingResult.read": 4,
         f"{METRICS}Reporter.log": 4,
     },
     "validation": {

@@ -473,7 +473,7 @@ def learns_from_everything(*args: Any) -> list[Seen]:
 
 def decides_alone(*args: Any) -> list[Seen]:
     """A rank that counts a step as taken which the others skip."""
-    from opensora_sp.training.step_log import PendingResult
+    from opensora_sp.training.step import PendingResult
 
     plain = PendingResult.__init__
 

@@ -112,7 +112,7 @@ def draw(moment: str | None, action: str, to: str, random: Random) -> Preemption
 
     rank = 0 if moment in ONLY_RANK_0 else random.randrange(2)
     number = random.randint(1, REACHED.get(moment, 1))
-    options = ("num_workers=1", "async_save=True", "stopped_exit_code=143")
+    options = ("num_workers=1", "async_save=True")
     return Preemption(
         Fault(moment, rank, number, action, to),
         resumes,

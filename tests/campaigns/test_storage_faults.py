@@ -121,7 +121,7 @@ BEGIN: dict[str, list[str]] = {
         f"{METRICS}Reporter.__init__",
     ],
     "metrics": [f"{METRICS}Reporter.log", f"{METRICS}append_line"],
-    "log": [f"{METRICS}log_line", "opensora_sp.training.step_log:DelayedResults.settle"],
+    "log": [f"{METRICS}log_line", "opensora_sp.training.step:DelayedResults.settle"],
     "videos": [
         "opensora_sp.training.validation:write_batch",
         "opensora_sp.sampling.pipeline:Pipeline.looped",

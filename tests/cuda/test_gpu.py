@@ -168,7 +168,7 @@ def test_memory_is_predicted_on_cuda(name: str) -> None:
         hidden_size=576, depth=4, num_heads=8, caption_channels=64, model_max_length=20, **size
     )
     # What is traced; a GPU may prefer cuDNN, which has workspaces of other sizes.
-    options["attention"] = "torch_flash"
+    options["attention"] = "sdpa"
     latents = (1, 4, 8, 32, 32)
     traced = trace_activations(
         name,

@@ -28,7 +28,7 @@ STEADY = (5, 6)
 def on_training(config, *options):
     from opensora_sp.plugin import current_device
     from opensora_sp.training.preflight import preflight
-    from opensora_sp.training.step_log import PendingResult, StepResult
+    from opensora_sp.training.step import PendingResult, StepResult
     from opensora_sp.training.trainer import Trainer
 
     join(world=2)

@@ -18,7 +18,6 @@ from cuda_cases import batch, build, step
 from cuda_stub import requires_stub, run_on_stub
 from stream_checker import StreamChecker
 
-from opensora_sp.models import recompute
 from opensora_sp.models.recompute import OFFLOADED, HostMemory
 
 pytestmark = requires_stub
@@ -27,12 +26,10 @@ CASE, BLOCKS = "STDiT3 x_mask", 4
 LATENTS = (2, 4, 8, 16, 16)
 TOKENS = 2 * 8 * 8 * 8
 INPUT = TOKENS * 144 * 2  # bytes
-PAGE = 1 << 17  # holds less than an input
 
 
 def on_steps() -> None:
     """Two steps."""
-    recompute.PAGE = PAGE
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
     step(model, inputs, "first ")
@@ -48,25 +45,23 @@ def test_each_input_is_copied_and_the_host_waits_for_none() -> None:
     out = [copy for copy in forward.copies if copy.kind == "D2H"]
     back = [copy for copy in backward.copies if copy.kind == "H2D"]
 
-    # A page at a time. The last input is still on the device when backward begins.
-    pieces = -(-INPUT // PAGE)
-    assert pieces > 1 and len(out) == BLOCKS * pieces and len(back) == (BLOCKS - 1) * pieces
+    # The last input is still on the device when backward begins.
+    assert len(out) == BLOCKS and len(back) == BLOCKS - 1
     assert sum(copy.bytes for copy in out) == BLOCKS * INPUT
     assert sum(copy.bytes for copy in back) == (BLOCKS - 1) * INPUT
 
-    # Beside the computation, all on one stream: so pages are reused in its order.
+    # Beside the computation, all on one stream: so buffers are reused in its order.
     (stream,) = {copy.stream for copy in (*out, *back)}
     assert all(copy.asynchronous and copy.pinned for copy in (*out, *back))
     for part in (forward, backward):
         computing = {record.stream for record in (*part.launches, *part.gemms)}
         assert computing == {0} and stream != 0
         assert not part.syncs
-        assert not [one for one in part.allocations if one.kind == "pinned"], "pages are reused"
+        assert not [one for one in part.allocations if one.kind == "pinned"], "buffers are reused"
 
 
 def on_timeline() -> list[str]:
     """What is queued for the blocks of the second step, in order."""
-    recompute.PAGE = PAGE
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
     step(model, inputs, "first ")
@@ -74,9 +69,9 @@ def on_timeline() -> list[str]:
     events: list[str] = []
     copy, wait = HostMemory.copy, HostMemory.wait
 
-    def note_copy(self: HostMemory, targets: Any, sources: Any) -> Any:
-        events.append("out" if targets[0].device.type == "cpu" else "back")
-        return copy(self, targets, sources)
+    def note_copy(self: HostMemory, target: Any, source: Any) -> Any:
+        events.append("out" if target.device.type == "cpu" else "back")
+        return copy(self, target, source)
 
     def note_wait(self: HostMemory, copied: Any) -> None:
         events.append("wait")
@@ -102,7 +97,6 @@ def test_a_block_is_computed_between_each_copy_and_the_wait_for_it() -> None:
 
 def on_streams(fault: str | None) -> list[str]:
     """The races of steps, of a backward that ends early and of a pass without one."""
-    recompute.PAGE = PAGE
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
     checker = StreamChecker()

@@ -85,10 +85,6 @@ def bad_to_the_end_read_late(config: Path, root: Path) -> str:
     return f"{outcome}; began step {max(begun, default=0)}"
 
 
-def resumed(config: Path, outputs: Path, how: str = "auto") -> str:
-    return train_once(config, outputs, "max_steps=4", "keep_last=1", resume=how)
-
-
 class Full(FileSystem):
     """Has no room for optimizer.safetensors of the second checkpoint."""
 
@@ -111,7 +107,7 @@ def full_disk(config: Path, root: Path, in_background: bool) -> str:
         checkpoint.CheckpointFolder = plain
 
 
-def stopped(config: Path, root: Path, code: int, *options: str) -> str:
+def stopped(config: Path, root: Path, *options: str) -> str:
     """Rank 1 gets SIGTERM in its second step."""
     from opensora_sp.training.step import TrainingStep
 
@@ -126,9 +122,8 @@ def stopped(config: Path, root: Path, code: int, *options: str) -> str:
 
     TrainingStep.run = step
     try:
-        outputs = root / " ".join([f"code {code}", *options[:1]])
-        options = ("max_steps=9", f"stopped_exit_code={code}", *options)
-        return train_once(config, outputs, *options)
+        outputs = root / " ".join(["asked", *options[:1]])
+        return train_once(config, outputs, "max_steps=9", *options)
     finally:
         TrainingStep.run = plain
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -137,13 +132,13 @@ def stopped(config: Path, root: Path, code: int, *options: str) -> str:
 def stopped_late(config: Path, root: Path) -> str:
     """Without a log or a checkpoint; the step that follows the second one has no finite loss."""
     with_losses(lambda step, x: x * float("nan") if step == 2 else x)
-    return stopped(config, root, 0, *READ_LATE)
+    return stopped(config, root, *READ_LATE)
 
 
 def stopped_in_the_last_step(config: Path, root: Path) -> str:
     """That step has no finite loss."""
     with_losses(lambda step, x: x * float("nan") if step == 1 else x)
-    return stopped(config, root, 143, "max_steps=2", "keep_last=1", "batch_order=mixed")
+    return stopped(config, root, "max_steps=2", "keep_last=1", "batch_order=mixed")
 
 
 def reporting(config: Path, root: Path, steps: int, resume: str | None) -> str:
@@ -156,8 +151,7 @@ CASES: dict[str, tuple] = {
     "ended late": (bad_to_the_end_read_late,),
     "full": (full_disk, False),
     "full in the background": (full_disk, True),
-    "stopped": (stopped, 0),
-    "stopped with a code": (stopped, 143),
+    "stopped": (stopped,),
     "stopped late": (stopped_late,),
     "stopped in the last step": (stopped_in_the_last_step,),
 }
@@ -190,25 +184,6 @@ def digests(run_dir: Path, step: int | str) -> list[str]:
     return [files[name]["sha256"] for name in TENSORS]
 
 
-@pytest.mark.slow
-def test_a_run_begins_anew_where_the_user_asks_for_it(outcomes: Outcomes) -> None:
-    """Its checkpoints are of a later version: an error, ``--resume none``, and auto after it."""
-    run_dir = outcomes.root / "stopped"
-    assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
-    (only,) = committed_checkpoints(run_dir)
-    (only / "COMMIT").write_text(f"3 {(only / 'COMMIT').read_text().split()[1]}\n")
-
-    first, second = run_ranks(2, resumed, outcomes.config, run_dir)
-    assert first == second and "of which none can be resumed (the newest: got a checkpoint" in first
-    assert committed_checkpoints(run_dir) == [only]
-
-    assert run_ranks(2, resumed, outcomes.config, run_dir, "none") == ["finished", "finished"]
-    assert digests(run_dir, 4) == digests(run_dir, "step_00000004.previous")
-    assert run_ranks(2, resumed, outcomes.config, run_dir) == ["finished", "finished"]
-    again = run_ranks(2, resumed, outcomes.config, run_dir, "none")
-    assert all(f"got --resume none while {only} can be resumed" in error for error in again)
-
-
 def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(
     outcomes: Outcomes,
 ) -> None:
@@ -218,7 +193,7 @@ def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(
     assert outcomes.of("ended late")[1].endswith("; began step 5")
 
     assert outcomes.of("stopped late") == ["finished", "finished"]
-    run_dir = outcomes.root / "code 0 log_every=100"
+    run_dir = outcomes.root / "asked log_every=100"
     assert [path.name for path in committed_checkpoints(run_dir)] == ["step_00000003"]
     state = state_of(run_dir, 3)
     assert (state["step"], state["skipped_steps"], state["next_micro_batch"]) == (3, 1, 6)
@@ -241,12 +216,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole_and_is_reported_on_all_r
 
 
 def test_a_run_that_is_asked_to_stop_in_its_last_step_has_finished(outcomes: Outcomes) -> None:
-    """With status 0: a scheduler that reads another one would start it again.
-
-    That step is skipped. So the checkpoint before it, which may be the last good one, is kept.
-    """
+    """It is skipped. So the checkpoint before it, which may be the last good one, is kept."""
     assert outcomes.of("stopped in the last step") == ["finished", "finished"]
-    run_dir = outcomes.root / "code 143 max_steps=2"
+    run_dir = outcomes.root / "asked max_steps=2"
     log = (run_dir / "train.log").read_text()
     assert "finished: 2 of 2 steps" in log and "stopped after step" not in log
     assert log.count("batch_order='mixed' has no effect") == 1
@@ -254,16 +226,10 @@ def test_a_run_that_is_asked_to_stop_in_its_last_step_has_finished(outcomes: Out
     assert [path.name[-1] for path in committed_checkpoints(run_dir)] == ["1", "2"]
 
 
-@pytest.mark.parametrize(
-    ("case", "code", "end"),
-    [("stopped", 0, "finished"), ("stopped with a code", 143, "SystemExit: 143")],
-)
-def test_a_request_to_stop_ends_the_run_after_the_step_with_the_configured_exit_code(
-    outcomes: Outcomes, case: str, code: int, end: str
-) -> None:
-    assert outcomes.of(case) == [end, end]
+def test_a_request_to_stop_ends_the_run_after_the_step(outcomes: Outcomes) -> None:
+    assert outcomes.of("stopped") == ["finished", "finished"]
 
-    run_dir = outcomes.root / f"code {code}"
+    run_dir = outcomes.root / "asked"
     assert committed_checkpoints(run_dir)[-1].name == "step_00000002"
     stopped = "stopped after step 2 of 9 (rank 1: SIGTERM), with a checkpoint; add --resume auto"
     assert stopped in (run_dir / "train.log").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from planted_kernels import plant
 from ranks import run_ranks
 
 from opensora_sp.cli import main
+from opensora_sp.models import attention
 from opensora_sp.models.kernels import examples
-from opensora_sp.runtime.doctor.device import Finding, Setup, examination, setup_for
-from opensora_sp.runtime.doctor.device import attention as attention_checks
-from opensora_sp.runtime.doctor.device import kernels as kernel_checks
-from opensora_sp.runtime.doctor.device import models as model_checks
+from opensora_sp.models.registry import VARIANTS
+from opensora_sp.runtime.doctor.device import Finding, Setup, examination, one_device, setup_for
 from opensora_sp.runtime.doctor.device import ranks as rank_checks
 
 CPU = Setup(torch.device("cpu"), num_ranks=2, small=True)
@@ -46,9 +44,9 @@ def test_verdicts_and_json(finding: Finding, verdict: str) -> None:
     assert json.loads(json.dumps(finding.to_dict(), allow_nan=False))["verdict"] == verdict
 
 
-@pytest.mark.parametrize("name", model_checks.MODELS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_models_agree_with_themselves(name: str) -> None:
-    found = list(model_checks.check_model(name, CPU))
+    found = list(one_device.check_model(name, CPU))
 
     assert [finding.verdict for finding in found] == ["ok"] * 4
     # On CPU both sides are the same; an error of 1 is that of a dtype's roundings.
@@ -56,47 +54,34 @@ def test_models_agree_with_themselves(name: str) -> None:
 
 
 def test_one_wrong_gradient_of_a_model_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, wrong = model_checks.step, "spatial_blocks.1.attn.qkv.weight"
+    plain, wrong = one_device.step, "spatial_blocks.1.attn.qkv.weight"
 
     def step(model, inputs):
-        output, gradients = plain(model, inputs)
+        results = plain(model, inputs)
         if inputs["x"].dtype == torch.bfloat16:
             calls.append(1)
             if len(calls) == 2:  # the first is the CPU's
-                gradients[wrong] = gradients[wrong] * 1.2
-        return output, gradients
+                results[wrong] = results[wrong] * 1.2
+        return results
 
     calls: list[int] = []
-    monkeypatch.setattr(model_checks, "step", step)
-    found = list(model_checks.check_model("STDiT3", CPU))
+    monkeypatch.setattr(one_device, "step", step)
+    found = list(one_device.check_model("STDiT3", CPU))
 
     assert [finding.verdict for finding in found] == ["ok", "ok", "ok", "FAIL"]
     assert found[-1].note.startswith(wrong)
 
 
 def test_attention_backends_and_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdicts(attention_checks.check_attention(CPU))
-    for name, dtype in product(
-        ("flash", "flash3", "cudnn", "torch_flash", "efficient", "short_rows"),
-        attention_checks.BOUNDS,
-    ):
-        assert found.pop(f"attention {name}, {str(dtype).removeprefix('torch.')}") == "skip"
-    assert len(found) == 12 and set(found.values()) == {"ok"}
-
-    plain = attention_checks.attention
-
-    def wrong(q, k, v, *, lengths, backend):
-        if backend == "sdpa":
-            raise RuntimeError("no kernel")
-        return plain(q, k, v, lengths=lengths, backend=backend) * (
-            math.nan if backend == "auto" else 1.0
-        )
-
-    monkeypatch.setattr(attention_checks, "attention", wrong)
-    found = verdicts(attention_checks.check_attention(CPU))
-    assert {name for name, verdict in found.items() if verdict == "FAIL"} == {
-        name for name in found if name.startswith(("attention auto", "attention sdpa"))
-    }
+    wrong = attention.explicit_softmax
+    monkeypatch.setattr(attention, "explicit_softmax", lambda q, k, v: 1.1 * wrong(q, k, v))
+    found = verdicts(one_device.check_attention(CPU))
+    for dtype in ("float32", "bfloat16"):
+        for name in ("short_rows", "flash", "flash3", "cudnn"):
+            assert found.pop(f"attention {name}, {dtype}") == "skip"
+        assert found.pop(f"attention sdpa, {dtype}") == "ok"
+        assert found.pop(f"attention reference, {dtype}") == "FAIL"
+    assert not found
 
 
 def rank_findings(sabotage: bool) -> list[dict[str, str]]:
@@ -198,20 +183,19 @@ def test_without_a_gpu_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kernels_need_a_gpu() -> None:
-    found = [verdicts(check(CPU)) for check in kernel_checks.KERNEL_CHECKS.values()]
+    found = [verdicts(check(CPU)) for check in one_device.KERNEL_CHECKS.values()]
     assert found and all(set(one.values()) == {"skip"} for one in found)
 
 
 @pytest.mark.parametrize("fault, verdict", [("none", "ok"), ("gradient", "FAIL")])
 def test_kernels_are_compared_with_their_references(
-    fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examples, "EXAMPLES", dict(examples.EXAMPLES))
     plant(fault)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_checks, "obstacle", lambda device: None)
-    real = kernel_checks.verify_kernel
-    monkeypatch.setattr(kernel_checks, "verify_kernel", lambda *args: real(*args[:3], CPU.device))
+    monkeypatch.setattr(one_device, "obstacle", lambda device: None)
+    real = one_device.verify_kernel
+    monkeypatch.setattr(one_device, "verify_kernel", lambda *args: real(*args[:3], CPU.device))
     setup = Setup(torch.device("cuda"), num_ranks=1)
-    found = verdicts(kernel_checks.check_kernel("planted", setup))
+    found = verdicts(one_device.check_kernel("planted", setup))
     assert found == dict.fromkeys(["kernel planted, float32", "kernel planted, bfloat16"], verdict)

@@ -1,12 +1,10 @@
-"""What a run measures and reports: numbers, traces, the report page."""
+"""What a run measures and reports: numbers and traces."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.machinery
 import json
 import re
-import sys
 import time
 import types
 from collections import Counter
@@ -28,7 +26,7 @@ from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.training.metrics import append_line, draw_loss, log_line, read_lines, read_metrics
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.profiling import Steps
-from opensora_sp.training.step_log import Meter, Peak, text_tokens
+from opensora_sp.training.step_log import Meter, known_peak, text_tokens
 
 TINY = dict(
     in_channels=4, caption_channels=16, model_max_length=12, hidden_size=48, depth=2, num_heads=4
@@ -84,30 +82,25 @@ def test_text_tokens_are_those_that_the_model_packs() -> None:
 @pytest.mark.parametrize(
     ("gpu", "precision", "tflops"),
     [
-        ("NVIDIA H200", "bf16", 989),
         ("NVIDIA H100 80GB HBM3", "fp16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-        ("NVIDIA A10", "bf16", 125),
-        ("NVIDIA H20", "bf16", 148),
-        ("NVIDIA GeForce RTX 3090", "bf16", 71),
         ("NVIDIA A100-SXM4-80GB", "fp32", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
         ("Some GPU", "bf16", None),
     ],
 )
-def test_peaks_of_known_gpus(gpu: str, precision: str, tflops: float | None) -> None:
-    peak = Peak.of_gpu(gpu, precision)
-    assert peak.tflops == tflops and gpu in peak.source
-    assert str(peak).startswith(
-        "no MFU: " if tflops is None else f"MFU is a share of {tflops} TFLOP/s per device"
-    )
+def test_peaks_of_known_gpus(
+    gpu: str, precision: str, tflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    assert known_peak(torch.device("cuda"), precision) == tflops
+    assert known_peak(torch.device("cpu"), precision) is None
 
 
 def measured(sp_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     model, rank = build_model("STDiT3", **TINY), dist.get_rank()
     mesh, cpu = SequenceMesh(sp_size), torch.device("cpu")
-    meter = Meter(model, cpu, precision="bf16", mesh=mesh, peak_tflops=0.5)
+    meter = Meter(model, cpu, mesh=mesh, peak_tflops=0.5)
     batch = types.SimpleNamespace(
         x_t=torch.zeros(LATENTS), text_lengths=TEXT.sum(1).tolist(), inputs=dict(drop_caption=None)
     )
@@ -187,47 +180,14 @@ def test_communication_time_is_waiting_for_others_and_measuring_it_changes_nothi
     assert nothing == 0.0 and patient > 0.4 and late < patient / 2
 
 
-class StandIn:
-    """In the place of the package wandb: keeps what it is reported in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.module = types.ModuleType("wandb")
-        self.module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="tests")
-        self.module.init = self.init
-
-    def write(self, **what: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(what) + "\n")
-
-    def init(self, **arguments: Any) -> StandIn:
-        self.write(init={key: arguments[key] for key in ("project", "name", "id", "resume")})
-        return self
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        self.write(axis=step_metric)
-
-    def log(self, values: dict[str, float]) -> None:
-        self.write(log=values)
-
-    def finish(self) -> None:
-        self.write(finish=True)
-
-
 def train_once(
     config: Path, outputs: Path, options: list[str], resume: str | None, profile: str | None
 ) -> None:
+    from opensora_sp.training import trainer
     from opensora_sp.training.run import train
 
-    sys.modules["wandb"] = StandIn(outputs.parent / "wandb.jsonl").module
-    said = [
-        f"outputs={outputs}",
-        "wandb=True",
-        "peak_tflops=0.001",
-        "max_steps=6",
-        "ckpt_every=2",
-        *options,
-    ]
+    trainer.known_peak = lambda device, precision: 0.001
+    said = [f"outputs={outputs}", "max_steps=6", "ckpt_every=2", *options]
     train(load_train_config(config, said), resume=resume, profile=profile)
 
 
@@ -236,13 +196,7 @@ def train_and_resume(config: Path, outputs: Path) -> None:
     cases = [
         (config, outputs, ["max_steps=2"], None, None),
         (config, outputs, [], "auto", "3-4"),
-        (
-            config,
-            outputs.parent / "other",
-            ["max_steps=1", "sp_size=1", "peak_tflops=None"],
-            None,
-            "1",
-        ),
+        (config, outputs.parent / "other", ["max_steps=1", "sp_size=1"], None, "1"),
         (config, outputs.parent / "heads", ["max_steps=1", heads], None, "1"),
     ]
     in_worlds(train_once, [(2, case) for case in cases], TRAINING)
@@ -267,23 +221,13 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
     board = EventAccumulator(str(trained / "tensorboard")).Reload()
     names = set(lines[0]) - {"step"}
     assert set(board.Tags()["scalars"]) == names
-    assert {
-        "loss",
-        "grad_norm",
-        "lr",
-        "step_time",
-        "tokens_per_s",
-        "mfu",
-        "peak_memory_gb",
-    } <= names
-    assert {"data_wait", "communication", "eta"} <= names
+    assert {"loss", "grad_norm", "lr", "step_time", "tokens_per_s", "mfu"} <= names
+    assert {"peak_memory_gb", "data_wait", "communication", "eta"} <= names
     for name in names:
         found = [(event.step, event.value) for event in board.Scalars(name)]
         assert found == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines], (
             name
         )
-    reported = [line for line in of_wandb(trained) if "log" in line]
-    assert [line["log"] for line in reported[:6]] == lines
     text = (trained / "train.log").read_text()
     for line in lines:
         assert log_line(line["step"], 2 if line["step"] <= 2 else 6, line, 0.001) in text
@@ -294,12 +238,6 @@ def test_all_places_hold_the_same_numbers(trained: Path) -> None:
         assert max(one["data_wait"]) == line["data_wait"]
         assert sum(one["communication"]) / 2 == pytest.approx(line["communication"])
     assert lines[-1]["eta"] == 0.0 and lines[2]["eta"] == pytest.approx(3 * lines[2]["step_time"])
-    assert "MFU is a share of 0.001 TFLOP/s per device (peak_tflops of the config)" in text
-
-
-def of_wandb(trained: Path) -> list[dict[str, Any]]:
-    """The calls that W&B got."""
-    return list(map(json.loads, (trained.parent / "wandb.jsonl").read_text().splitlines()))
 
 
 def test_a_log_line_has_what_was_measured() -> None:
@@ -324,7 +262,7 @@ def test_a_log_line_has_what_was_measured() -> None:
     assert "waiting: data 0.4% | ETA" in log_line(20, 1000, values, None)
 
 
-def test_the_plot_of_losses_has_validations_and_plain_numbers(
+def test_the_plot_of_losses_has_validations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure
@@ -339,9 +277,6 @@ def test_the_plot_of_losses_has_validations_and_plain_numbers(
     draw_loss(tmp_path)
 
     (axes,) = drawn[0].axes
-    drawn[0].canvas.draw()
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(labels) > 3 and all(re.fullmatch(r"\d\.\d+|\d", label) for label in labels)
     (heldout,) = [line for line in axes.lines if line.get_label() == "held-out"]
     assert heldout.get_xydata().tolist() == [[10, 1.25], [20, 1.21]]
 
@@ -355,25 +290,12 @@ def test_a_single_process_waits_for_no_other() -> None:
 def measured_alone() -> tuple[dict[str, float], list[float]]:
     model = build_model("STDiT3", **TINY)
     cpu = torch.device("cpu")
-    meter = Meter(model, cpu, precision="bf16", mesh=SequenceMesh(), peak_tflops=None)
+    meter = Meter(model, cpu, mesh=SequenceMesh(), peak_tflops=None)
     with meter.timer:
         for _ in range(100):
             dist.all_reduce(torch.zeros(1 << 16))
     numbers = meter.measure(waited=0.0, steps=1, seconds=0.01, left=0)
     return numbers, meter.by_rank["communication"]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_stays_one_wandb_run(trained: Path) -> None:
-    reported = of_wandb(trained)
-    first, second, other, _ = (line["init"] for line in reported if "init" in line)
-    assert (
-        first == second
-        and first["resume"] == "allow"
-        and first["name"] == "run"
-        and other["id"] != first["id"]
-    )
-    assert {"axis": "step"} in reported and sum("finish" in line for line in reported) == 4
 
 
 def regions(path: Path) -> Counter[str]:
@@ -418,7 +340,7 @@ def test_steps_that_are_none(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
+def test_what_cannot_be_traced_is_reported_before_the_work(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained.parent / "config.py"
@@ -432,10 +354,3 @@ def test_what_cannot_be_traced_or_reported_is_reported_before_the_work(
     resumed = load_train_config(config, [f"outputs={trained}", "max_steps=9"])
     with pytest.raises(ValueError, match="got --profile 6, and a run of steps 7 to 9"):
         preflight(resumed, "auto", Steps(6, 6))
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ValueError,
-        match=r"got wandb=True, and no package wandb; .*pip install 'opensora-sp\[wandb\]'",
-    ):
-        preflight(load_train_config(config, [f"outputs={tmp_path}", "wandb=True"]), None)

@@ -164,32 +164,6 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
             assert all(torch.equal(tensor, other[key]) for key, tensor in wanted.items())
 
 
-def asked_late(config: Path, asked_rank: int) -> tuple[bool, int]:
-    """One rank is asked to stop after the first step has agreed to continue.
-
-    Returns whether it ends early, and its validations.
-    """
-    from opensora_sp.plugin import current_device, launch
-
-    launch(0)
-    cfg = load_train_config(config)
-    dataset, _ = preflight(cfg, None)
-    Path(cfg.outputs).mkdir(exist_ok=True)
-    run, watch = Trainer(cfg, dataset, None, current_device()), SimpleNamespace(stop_reason=None)
-    watch.why_to_stop = lambda: "SIGTERM"
-    step, validations = run.step.run, []
-
-    def step_then_signal(*args: Any) -> Any:
-        outcome = step(*args)
-        if dist.get_rank() == asked_rank:
-            watch.stop_reason = "SIGTERM"
-        return outcome
-
-    run.step.run = step_then_signal
-    run.validator._validate = lambda folder, errors: validations.append(folder)
-    return not run.train(Path(cfg.outputs), None, watch), len(validations)
-
-
 def train_on_full_disk(folder: Path, checked: list[str]) -> tuple[list[str], list[str]]:
     """Nothing of the videos that rank 1 writes at step 2 fits on the disk.
 
@@ -227,16 +201,6 @@ def test_videos_that_cannot_be_written_are_reported_once(
 
     for step, line in zip((2, 4), read_lines(folder / "full" / "validation.jsonl"), strict=True):
         assert line["step"] == step and len(line["loss_by_bin"]) == 3
-
-
-@pytest.mark.slow
-def test_no_validation_is_begun_where_a_rank_is_asked_to_stop(tmp_path: Path) -> None:
-    manifest = str(write_toy_set(tmp_path / "set", 7))
-    options = f"load = None\nmax_steps = 4\nckpt_every = 4\noutputs = {str(tmp_path / 'run')!r}\n"
-    options += "validation = dict(every=1, prompts=['white'])\n"
-    (tmp_path / "train.py").write_text(TRAIN.format(manifest=manifest) + options)
-    assert run_ranks(2, asked_late, tmp_path / "train.py", 1) == [(True, 0)] * 2
-    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_00000002"]
 
 
 def test_heldout_losses_by_bin(trained: tuple[Path, list[float]]) -> None:

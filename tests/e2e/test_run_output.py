@@ -121,20 +121,6 @@ def test_the_command_to_sample_can_be_pasted_in_another_folder(
     assert ran.stdout.splitlines() == [str(project), *expected.split()], ran.stderr
 
 
-def test_a_run_ends_well_whose_working_directory_was_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, folder = tmp_path / "config.py", tmp_path / "removed"
-    config.write_text(TRAIN.format(manifest="clips.csv"))
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
-    with caplog.at_level("INFO"):
-        conclude(load_train_config(str(config)), tmp_path, 1.0, 2.0)
-    command = f"opensora-sp sample {tmp_path}/sample.py --ckpt {tmp_path} --prompt TEXT"
-    assert caplog.messages[-1] == f"sample from it: {command}"
-
-
 def test_samples_have_the_frame_rate_of_the_clips(tmp_path: Path) -> None:
     config, manifest = tmp_path / "config.py", tmp_path / "clips.csv"
     config.write_text(TRAIN.format(manifest=str(manifest)))

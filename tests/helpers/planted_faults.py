@@ -36,7 +36,7 @@ MOMENTS = {
     "forward": "opensora_sp.training.step:TrainingStep._forward_backward",
     "backward": "opensora_sp.plugin._colossalai:Booster.backward",
     "update": "opensora_sp.training.step:TrainingStep._update",
-    "outcome": "opensora_sp.training.step_log:PendingResult.read",
+    "outcome": "opensora_sp.training.step:PendingResult.read",
     "save": "opensora_sp.checkpoint.writer:Saver._run",
     "write": "opensora_sp.checkpoint.filesystem:FileSystem.write",
     "commit": "opensora_sp.checkpoint.filesystem:FileSystem.rename",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import logging
 import sys
 import types
 from collections import Counter
@@ -13,15 +12,12 @@ from functools import partial
 import pytest
 import torch
 
-from opensora_sp.checkpoint import check_model_config, write_model_config
-from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model, packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, attention
-from opensora_sp.models.attention_table import HOPPER, Platform
+from opensora_sp.models.attention_table import HOPPER, Platform, Sequences
 from opensora_sp.models.layers import SelfAttention
 from opensora_sp.models.positions import RotaryEmbedding
-from opensora_sp.models.stdit_config import STDiT3Config
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid
 
 pytestmark = pytest.mark.core
@@ -202,6 +198,7 @@ class StandIn(types.ModuleType):
         super().__init__("flash_attn")
         self.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
         self.calls: list[str] = []
+        self.asked: list[bool] = []  # for a deterministic backward
 
     def check(self, *tensors: torch.Tensor) -> None:
         for z in tensors:
@@ -211,9 +208,8 @@ class StandIn(types.ModuleType):
                 "input tensor must have contiguous last dimension and hold something"
             )
 
-    def flash_attn_func(
-        self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
-    ):
+    def flash_attn_func(self, q, k, v, dropout_p=0.0, causal=False, deterministic=False):
+        self.asked.append(deterministic)
         self.check(q, k, v)
         assert (
             q.ndim == 4
@@ -235,10 +231,10 @@ class StandIn(types.ModuleType):
         max_seqlen_q,
         max_seqlen_k,
         dropout_p=0.0,
-        softmax_scale=None,
         causal=False,
-        window_size=(-1, -1),
+        deterministic=False,
     ):
+        self.asked.append(deterministic)
         self.check(q, k, v)
         assert q.ndim == 3 and k.shape == v.shape and not causal and not dropout_p
         self.calls.append("varlen")
@@ -274,18 +270,13 @@ def installed(
 
 
 class StandIn3(StandIn):
-    """flash-attn 3, whose functions take no dropout; early builds also return sums of the softmax.
-
-    ``deterministic`` has what each call asked for.
-    """
+    """flash-attn 3; early builds also return sums of the softmax."""
 
     def __init__(self, returns_sums: bool) -> None:
         super().__init__()
         self.returns_sums = returns_sums
-        self.deterministic: list[bool] = []
 
-    def returned(self, out: torch.Tensor, deterministic: bool):
-        self.deterministic.append(deterministic)
+    def returned(self, out: torch.Tensor):
         return (out, out.new_zeros(out.shape[:-1])) if self.returns_sums else out
 
     def check(self, *tensors: torch.Tensor) -> None:
@@ -296,7 +287,7 @@ class StandIn3(StandIn):
         self, q, k, v, softmax_scale=None, causal=False, qv=None, deterministic=False, sm_margin=0
     ):
         assert softmax_scale is None and not causal and qv is None and not sm_margin
-        return self.returned(super().flash_attn_func(q, k, v), deterministic)
+        return self.returned(super().flash_attn_func(q, k, v, deterministic=deterministic))
 
     def flash_attn_varlen_func(
         self,
@@ -313,7 +304,8 @@ class StandIn3(StandIn):
     ):
         assert seqused_q is None and seqused_k is None
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return self.returned(super().flash_attn_varlen_func(q, k, v, *lengths), deterministic)
+        attend = super().flash_attn_varlen_func
+        return self.returned(attend(q, k, v, *lengths, deterministic=deterministic))
 
 
 @pytest.fixture(params=[False, True], ids=["output", "output and sums"])
@@ -334,7 +326,7 @@ def test_flash_attn_3_is_called_as_documented(flash3: StandIn3, deterministic: b
             assert flash3.calls == (["varlen" if several else "rows"] if holds_tokens else [])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert flash3.deterministic == [deterministic] * len(flash3.deterministic) != []
+    assert flash3.asked == [deterministic] * len(flash3.asked) != []
 
 
 def test_flash_attn_3_takes_cross_attention_by_itself(flash3: StandIn3) -> None:
@@ -380,22 +372,17 @@ def test_flash_attn_3_runs_between_graphs(
     assert flash3.calls == ["rows", "rows"]
 
 
-def test_long_rows_take_flash_attn_3_by_themselves(flash3: StandIn3) -> None:
-    for length, taken in ((128, []), (129, ["rows"])):
-        z = drawn((1, length, 1, 8), 0, torch.bfloat16)
-        assert torch.equal(
-            attention(z, z, z, backend="auto" if taken else "reference"), _explicit(z, z, z)
-        )
-        assert flash3.calls == taken
-
-
-@pytest.mark.parametrize("backend", ["auto", "flash"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=lambda case: str(case)[:40])
 def test_flash_attn_is_called_as_documented(
-    flash: StandIn, case: tuple, dtype: torch.dtype, backend: str
+    flash: StandIn, case: tuple, deterministic: bool
 ) -> None:
-    assert_equal_to_definition(case, backend, dtype, 6e-2 if dtype == torch.bfloat16 else 1e-2)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        assert_equal_to_definition(case, "flash", torch.float16, 1e-2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(flash.asked) <= {deterministic}
     holds_tokens = sum(case[0]) if isinstance(case[0], list) else case[0] and case[2] > 1
     several = isinstance(case[0], list) and len(set(zip(*case, strict=True))) > 1
     assert flash.calls == (["varlen" if several else "rows"] if holds_tokens else [])
@@ -512,20 +499,17 @@ def test_torchs_own_kernels_take_unequal_samples_in_one_call(
         ), case
 
 
-@pytest.mark.parametrize("name", ["flash", "flash3", "cudnn", "short_rows", "torch_flash", "sdpa"])
 @pytest.mark.parametrize(
     ("dtype", "width", "platform", "expected"),
     [
         (torch.bfloat16, 72, Platform(HOPPER), "flash"),
-        (torch.bfloat16, 72, Platform(HOPPER, torch_flash=False), "efficient"),
         (torch.bfloat16, 36, Platform(HOPPER), None),  # flash-attn pads such heads
-        (torch.bfloat16, 200, Platform((8, 9)), "efficient"),
+        (torch.bfloat16, 72, Platform((7, 5)), "efficient"),
         (torch.float32, 36, Platform(HOPPER), "efficient"),
         (torch.float64, 72, Platform(HOPPER), None),
     ],
 )
 def test_torch_stands_in_with_a_kernel_that_takes_the_heads(
-    name: str,
     dtype: torch.dtype,
     width: int,
     platform: Platform,
@@ -534,11 +518,9 @@ def test_torch_stands_in_with_a_kernel_that_takes_the_heads(
 ) -> None:
     """For packed tokens, by torch's kernel for them."""
     monkeypatch.setattr(Platform, "of", lambda device, deterministic: platform)
-    uncached = module._torch_varlen_kernel.__wrapped__
-    monkeypatch.setattr(module, "_torch_varlen_kernel", uncached)
-    q = torch.empty(4, 2, width, dtype=dtype, device="meta")
+    uncached = module.torch_varlen_kernel.__wrapped__
     kernel = None if expected is None else getattr(module, expected)
-    assert module.torch_varlen_kernel(name, q) is kernel
+    assert uncached(Sequences(dtype, width), torch.device("meta")) is kernel
 
 
 def test_gradients_of_repeated_keys_are_rounded_once() -> None:
@@ -607,72 +589,8 @@ def test_edges_are_laid_out_once_for_all_blocks(
     assert len(made) == 2 * 3
 
 
-def test_flash_attn_asked_for_in_vain(caplog: pytest.LogCaptureFixture) -> None:
-    module._choose.cache_clear()
-    module._log.cache_clear()
-    (q, k, v), _ = tensors((2, 3, 3))
-    with pytest.raises(
-        ValueError, match=r"got attention 'flash', but .* not on a GPU; expected .*; install"
-    ):
-        attention(q, k, v, backend="flash")
-    with pytest.raises(ValueError, match=r"got attention 'flsh'; expected one of .*; choose one"):
-        build_model("STDiT3", attention="flsh")
-
-    with caplog.at_level(logging.INFO):
-        for _ in range(3):
-            attention(q, k, v)
-        attention(q.float(), k.float(), v.float(), backend="reference")
-
-    assert [record.message for record in caplog.records] == [
-        "attention backend: torch SDPA (the tensors are not on a GPU)",
-        "attention backend: explicit softmax (asked for)",
-    ]
-
-
-def test_flash_attn_adds_in_order_where_that_is_asked_for(
-    flash: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An old one, which cannot, is refused by its name."""
-    asked = []
-    case = ([3, 1], [2, 2])
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(
-            ValueError,
-            match="got attention 'flash', but this flash-attn has no deterministic backward",
-        ):
-            assert_equal_to_definition(case, "flash", torch.float16, 1e-2)
-
-        for name in ("flash_attn_func", "flash_attn_varlen_func"):
-            older = getattr(flash, name)
-
-            def newer(*args, older=older, deterministic=False):
-                asked.append(deterministic)
-                return older(*args)
-
-            monkeypatch.setattr(flash, name, newer)
-        for one in (case, (3, 5, 5)):
-            assert_equal_to_definition(one, "flash", torch.float16, 1e-2)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert asked == [True, True]
-
-
-def test_cudnn_is_not_used_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, taken in (
-        (None, False),
-        (90100, False),
-        (91500, False),
-        (91501, True),
-        (92000, True),
-    ):
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        names = [backend.name for backend in module._sdpa_backends("sdpa")]
-        assert ("CUDNN_ATTENTION" in names) == taken and "MATH" not in names
-
-
 @pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
-def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_hand_the_backend_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = dict(input_size=(3, 4, 4)) if name == "STDiT" else {}
     options = dict(
         hidden_size=24, depth=1, num_heads=2, caption_channels=4, model_max_length=3, **size
@@ -692,13 +610,6 @@ def test_models_hand_the_backend_on(name: str, tmp_path, monkeypatch: pytest.Mon
     cross = 2 if name == "STDiT3" else 1
 
     assert asked == ["reference"] * (2 + cross)
-    write_model_config(tmp_path, name, model.config)
-    # It is no property of the weights.
-    check_model_config(tmp_path, name, build_model(name, **options, attention="sdpa").config)
-
-
-def test_configs_know_the_backend() -> None:
-    assert check_options("model", dict(attention="sdpa"), STDiT3Config) == dict(attention="sdpa")
 
 
 def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(

@@ -206,18 +206,18 @@ def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
     for sp_size, asked in (("auto", "on 2 ranks"), ("{'144p x 5': 1}", "on 1 rank[^s]")):
         cfg = load_train_config(config, [f"sp_size={sp_size}"])
         run = RunEstimator(cfg, 2, device="cpu", gpus_per_node=2)
-        found = memory_fit._least_ranks(cfg, mesh, run)
+        found = memory_fit.fewest_ranks(cfg, mesh, run)
         assert set(found) == set(batches_by_name(cfg)) and set(found.values()) == {1}
 
         run.memory = 1e6
         with pytest.raises(ValueError, match=f"144p x 5 .* {asked}"):
-            memory_fit._least_ranks(cfg, mesh, run)
+            memory_fit.fewest_ranks(cfg, mesh, run)
         # A bucket without clips decides nothing.
         run.memory = 80e9
         others = set(found) - {"144p x 5"}
-        assert memory_fit._least_ranks(cfg, mesh, run, others).keys() == others
+        assert memory_fit.fewest_ranks(cfg, mesh, run, others).keys() == others
         run.memory = 1e6
-        assert memory_fit._least_ranks(cfg, mesh, run, set()) == {}
+        assert memory_fit.fewest_ranks(cfg, mesh, run, set()) == {}
 
 
 def test_nested_groups_of_any_world_lie_on_one_node(config: Path) -> None:

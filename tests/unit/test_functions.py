@@ -1,4 +1,4 @@
-"""Operations with a backward of their own: accuracy, second derivatives, ``torch.func``."""
+"""Operations with a backward of their own: accuracy, second derivatives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opensora_sp.models.functions import normalize, rotate, with_zero_gradients
+from opensora_sp.models.functions import normalize, rotate
 
 EPS = 1e-6
 
@@ -49,18 +49,3 @@ def test_derivatives():
     for function in (lambda x: normalize(x, EPS), lambda x: rotate(x, turned)):
         assert torch.autograd.gradcheck(function, (x,))
         assert torch.autograd.gradgradcheck(function, (x,))
-
-
-def test_forward_mode():
-    """As ``torch.func`` differentiates, for consistency training and the like."""
-    x, direction = torch.randn(2, 3, 4, 8, dtype=torch.float64)
-    turned, unused = rotation(8)[:, :4], torch.randn(3)
-
-    def function(x: Tensor) -> Tensor:
-        return with_zero_gradients(rotate(normalize(x, EPS), turned), unused)
-
-    value, found = torch.func.jvp(function, (x,), (direction,))
-    torch.testing.assert_close(value, function(x))
-    step = 1e-6
-    expected = (function(x + step * direction) - function(x - step * direction)) / (2 * step)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)

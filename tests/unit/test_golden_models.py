@@ -334,43 +334,49 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
         ({"y": torch.zeros(2, 1, 4, 4)}, "at most model_max_length = 3"),
         (
             {"mask": torch.ones(2, 2, dtype=torch.bool)},
-            r"got a text mask of shape \(2, 2\); expected \[2, 3\]",
+            r"got a text mask of shape \(2, 2\), .* expected \[2, 3\]",
         ),
         (
             {"mask": torch.ones(3, dtype=torch.int64)},
-            r"got a text mask of shape \(3,\); expected \[2, 3\]",
+            r"got a text mask of shape \(3,\), .* expected \[2, 3\]",
         ),
         (
             {"mask": torch.ones(0, 3, dtype=torch.int64)},
-            r"got a text mask of shape \(0, 3\); expected \[2, 3\]",
+            r"got a text mask of shape \(0, 3\), .* expected \[2, 3\]",
         ),
         (
             {"mask": torch.ones(2, 3, 3, dtype=torch.bool)},
-            r"got a text mask of shape \(2, 3, 3\); expected \[2, 3\]",
+            r"got a text mask of shape \(2, 3, 3\), .* expected \[2, 3\]",
         ),
         (
             {"mask": torch.zeros(2, 3)},
-            r"got a text mask of torch.float32; expected bool or integers.*pass mask.bool",
+            r"torch.float32 on cpu; expected .* bool or integers",
         ),
         (
             {"mask": torch.ones(2, 3, dtype=torch.int64, device="meta")},
-            r"got text mask on meta; expected cpu, where x is; move it with .to\('cpu'\)",
+            "on meta; expected .* integers on cpu",
         ),
-        ({"y": torch.zeros(2, 1, 3, 4, device="meta")}, "got y on meta; expected cpu"),
-        ({"timestep": torch.zeros(2, device="meta")}, "got timestep on meta; expected cpu"),
+        ({"y": torch.zeros(2, 1, 3, 4, device="meta")}, "got y of .* on meta; expected .* on cpu"),
+        (
+            {"timestep": torch.zeros(2, device="meta")},
+            "got timestep of .* on meta; expected .* on cpu",
+        ),
         (
             {"x_mask": torch.ones(2, 5, dtype=torch.bool)},
-            r"got x_mask of shape \(2, 5\); expected \[2, 3\]",
+            r"got x_mask of shape \(2, 5\), .* expected \[2, 3\]",
         ),
         (
             {"x_mask": torch.ones(2, 3)},
-            r"got x_mask of torch.float32; expected torch.bool; pass x_mask.bool\(\)",
+            "got x_mask of .* torch.float32 on cpu; expected .* torch.bool",
         ),
         (
             {"x_mask": torch.ones(2, 3, dtype=torch.bool, device="meta")},
-            "got x_mask on meta; expected cpu",
+            "got x_mask of .* on meta; expected .* on cpu",
         ),
-        ({"drop_caption": torch.ones(2)}, "got drop_caption of torch.float32; expected torch.bool"),
+        (
+            {"drop_caption": torch.ones(2)},
+            "got drop_caption of .* torch.float32 on cpu; expected .* torch.bool",
+        ),
         ({"x_mask": torch.tensor([[True, False, True]] * 2)}, "differs inside a patch of 2 frames"),
         ({"drop_path": torch.zeros(1, 2, dtype=torch.bool)}, r"expected \[2, 2\]"),
     ],
@@ -390,24 +396,14 @@ def test_inputs_that_do_not_fit_are_refused(change: dict, message: str) -> None:
         model(**{**inputs, **change})
 
 
-def test_packed_text_that_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("width", "lengths"), [(8, [2, 3]), (16, [5]), (16, [2, 2]), (16, [5, 0])], ids=str
+)
+def test_packed_text_that_does_not_fit_is_refused(width: int, lengths: list[int]) -> None:
     model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, skip_y_embedder=True)
-    for y, lengths, message in [
-        (
-            torch.zeros(1, 5, 8),
-            torch.tensor([2, 3]),
-            r"got y of shape \(1, 5, 8\).*expected \[1, N, 16\] and \[2\]",
-        ),
-        (torch.zeros(1, 5, 16), torch.tensor([5]), r"lengths of shape \(1,\) with skip_y_embedder"),
-        (
-            torch.zeros(1, 5, 16),
-            torch.tensor([2, 2]),
-            r"got 5 packed text tokens and lengths \[2, 2\]",
-        ),
-        (torch.zeros(1, 5, 16), torch.tensor([5, 0]), r"lengths \[5, 0\]; expected .* at least 1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model(torch.zeros(2, 4, 3, 4, 4), torch.zeros(2), y, lengths)
+    text = torch.zeros(1, 5, width), torch.tensor(lengths)
+    with pytest.raises(ValueError, match=r"expected \[1, N, 16\], 2 lengths from 1 that sum to N"):
+        model(torch.zeros(2, 4, 3, 4, 4), torch.zeros(2), *text)
 
 
 def test_sizes_that_a_model_cannot_take_are_refused() -> None:

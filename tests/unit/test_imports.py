@@ -21,7 +21,6 @@ SHARED = (
     "common.graphs",
     "common.importing",
     "common.tensors",
-    "compile_cache",
 )
 WHEN_CALLED = {
     "base.py": "opensora_sp.checkpoint",  # methods of models that read and write them

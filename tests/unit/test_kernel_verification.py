@@ -1,10 +1,8 @@
 """Kernels are verified on a device before they run there, and replaced where they differ."""
 
 import logging
-import os
 import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
-from opensora_sp import compile_cache, device_verification
+from opensora_sp import device_verification
 from opensora_sp.device_verification import choose_kernels, warn_of_changes
 from opensora_sp.models.kernels import examples, fused, using_kernels, verification
 from opensora_sp.models.kernels.examples import Example, Sizes, examples_of, kernel_names
@@ -22,11 +20,8 @@ from opensora_sp.models.kernels.verification import (
     OBSTACLES,
     OLD_GPU,
     obstacle,
-    results,
     verify_kernel,
 )
-from opensora_sp.runtime.doctor.device import kernels as doctor_kernels
-from opensora_sp.runtime.versions import source_digest
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0))
@@ -62,7 +57,6 @@ def test_a_kernel_with_the_rounding_of_its_reference_passes(dtype):
         ("value", "output 0"),
         ("gradient", "gradient of factor"),
         ("no number", "output 0"),
-        ("shape", "output 0 of multiply (shape [3, 71])"),
     ],
 )
 def test_faults_are_found_and_named(fault, result, dtype):
@@ -153,20 +147,6 @@ def test_the_precision_of_products_stays_what_it_was(precision):
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_process_may_use_the_newer_setting_of_tf32(monkeypatch):
-    """From torch 2.9 on, which then refuses to read the older one."""
-
-    def mixed():
-        raise RuntimeError("you have used mix of the legacy and new APIs")
-
-    matmul = SimpleNamespace(fp32_precision="tf32")
-    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    with verification._without_tf32():
-        assert matmul.fp32_precision == "ieee"
-    assert matmul.fp32_precision == "tf32"
-
-
 def test_a_default_device_changes_nothing():
     plant()
     with torch.device("meta"):
@@ -174,21 +154,6 @@ def test_a_default_device_changes_nothing():
         calls = [one for name in kernel_names() for one in examples_of(name, SIZES)]
     tensors = [z for one in calls for z in one.arguments.values() if isinstance(z, torch.Tensor)]
     assert {z.device.type for z in tensors} == {"cpu"}
-
-
-def test_kernels_get_the_strides_of_examples():
-    seen = []
-
-    def function(q, k, v):
-        seen.extend((z.stride(), z.dtype) for z in (q, k, v))
-        return q + k + v
-
-    for example in examples_of("short_rows", SIZES):
-        expected = [(z.stride(), torch.bfloat16) for z in example.arguments.values()]
-        assert not example.arguments["v"].is_contiguous()
-        seen.clear()
-        results(function, example, torch.bfloat16, CPU)
-        assert seen == expected
 
 
 def break_kernel(fault):
@@ -240,21 +205,11 @@ def test_all_kernels_pass_under_the_interpreter(dtype):
     assert run_interpreted(every_kernel, dtype) == []
 
 
-def test_every_kernel_has_examples_with_gradients():
-    for name in kernel_names():
-        assert any(example.gradients for example in examples_of(name, SIZES)), name
-
-
 @pytest.fixture
-def device(monkeypatch, tmp_path):
-    """A "device" on the CPU, with one planted kernel, and an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    # torch sets it when it compiles.
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+def device(monkeypatch):
+    """A "device" on the CPU, with one planted kernel."""
     monkeypatch.setattr(device_verification, "kernel_names", lambda: ["planted"])
     monkeypatch.setattr(fused, "_verified", {})
-    monkeypatch.setattr(device_verification, "device_facts", lambda device: {"device": "a CPU"})
     calls = []
 
     def verify(name, sizes, dtype, device):
@@ -290,7 +245,7 @@ def test_kernels_run_once_they_are_verified(device, caplog):
         ("gradient", "gradient of factor in multiply: an error of "),
         (
             "error",
-            "(it could not be compared: RuntimeError: out of resource: shared memory): results",
+            "it could not be compared: RuntimeError: out of resource: shared memory): results",
         ),
     ],
 )
@@ -301,8 +256,7 @@ def test_a_kernel_that_differs_is_replaced_with_one_warning(device, caplog, faul
     assert fused._verified == {"planted": ()}
 
     warning, line = caplog.messages
-    assert warning.startswith("kernel planted is replaced by plain torch") and reported in warning
-    assert "set kernels='torch'" in warning
+    assert warning.startswith("kernels are replaced by others (planted: ") and reported in warning
     assert line.startswith("kernels: plain torch (verified in ")
 
 
@@ -334,11 +288,11 @@ def test_where_triton_runs_nothing_no_rank_is_left_behind(device, reason, monkey
     "capability, expected", [((7, 0), OLD_GPU), ((7, 5), OLD_GPU), ((8, 0), None)]
 )
 def test_nothing_is_compiled_for_gpus_that_no_test_compiles_for(capability, expected, monkeypatch):
-    monkeypatch.setattr(verification, "has_triton", lambda: True)
+    monkeypatch.setattr(verification, "is_installed", lambda name: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert obstacle(CUDA) == expected
 
-    monkeypatch.setattr(verification, "has_triton", lambda: False)
+    monkeypatch.setattr(verification, "is_installed", lambda name: False)
     assert obstacle(CUDA) == NO_TRITON
 
 
@@ -362,81 +316,6 @@ def test_torch_and_other_devices_verify_nothing(device, caplog):
     ]
 
 
-def test_triton_needs_a_device():
-    with pytest.raises(ValueError, match="got kernels 'triton' on a device of type 'cpu';"):
-        choose("triton", device=CPU)
-
-
-def test_what_passed_is_not_verified_again(device):
-    plant()
-    assert choose() == choose() == {"planted": "triton"}
-    assert len(device) == 1
-    choose(dtype=torch.float32)
-    assert len(device) == 2
-    wider = SimpleNamespace(config=SimpleNamespace(hidden_size=144, num_heads=1, mlp_ratio=2.0))
-    choose(model=wider)
-    assert len(device) == 3
-
-
-def test_failures_are_verified_again(device):
-    plant("value")
-    assert choose() == {"planted": "torch"}
-    plant()
-    assert choose() == {"planted": "triton"}
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[1, 2]",
-        b'{"passed": 3}',
-        lambda content: content[: len(content) // 2],
-    ],
-)
-def test_a_damaged_cache_is_verified_and_written_again(device, tmp_path, damage):
-    plant()
-    choose()
-    (file,) = tmp_path.rglob("*.json")
-    whole = file.read_bytes()
-    file.write_bytes(damage(whole) if callable(damage) else damage)
-
-    assert choose() == {"planted": "triton"}
-    assert len(device) == 2 and file.read_bytes() == whole
-
-
-def test_what_triton_compiles_is_kept_by_versions(device, tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    kept = []
-
-    def verify(*args):
-        kept.append(os.environ["TRITON_CACHE_DIR"])
-        return []
-
-    monkeypatch.setattr(device_verification, "verify_kernel", verify)
-    choose()
-    assert kept == [str(compile_cache.default_folder() / "triton")]
-    assert Path(*kept).is_relative_to(tmp_path)
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(device, tmp_path, monkeypatch):
-    plant()
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert choose() == choose() == {"planted": "triton"}
-    assert len(device) == 2
-
-
-def test_a_full_device_is_not_a_broken_one(monkeypatch):
-    def full(*args, **options):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "zeros", full)
-    verdict = device_verification._verdict("gelu", full, CUDA)
-    assert verdict == "it could not be compared: OutOfMemoryError: CUDA out of memory"
-
-
 def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -444,20 +323,6 @@ def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
     monkeypatch.setattr(torch, "zeros", broken)
     with pytest.raises(ValueError, match="from gelu .* set kernels='torch'"):
         device_verification._check_device("gelu", CUDA, RuntimeError("CUDA error"))
-
-
-def test_interpreted_kernels_are_not_remembered(device, tmp_path, monkeypatch):
-    plant()
-    monkeypatch.setattr(device_verification, "INTERPRETED", True)
-    assert choose() == {"planted": "triton"}
-    assert not list(tmp_path.rglob("*.json"))
-
-
-def test_the_source_is_part_of_a_verdict(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a CPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    facts = device_verification.device_facts(CUDA)
-    assert facts["source"] == source_digest()
 
 
 def test_a_run_that_resumes_with_other_kernels_warns(caplog):
@@ -474,29 +339,6 @@ def test_a_run_that_resumes_with_other_kernels_warns(caplog):
 
     warn_of_changes(now, before)
     assert "gelu by triton (there by torch)" in caplog.messages[-1]
-
-
-def test_the_doctor_skips_kernels_without_triton(monkeypatch):
-    monkeypatch.setattr(doctor_kernels, "obstacle", lambda device: NO_TRITON)
-    setup = SimpleNamespace(device=CUDA)
-    (finding,) = doctor_kernels.check_kernel("gelu", setup)
-    assert finding.verdict == "skip" and finding.note == "Triton is not installed"
-
-
-def test_the_doctor_compiles_kernels_where_runs_do(device, monkeypatch):
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    kept = []
-
-    def verify(*args):
-        kept.append(os.environ["TRITON_CACHE_DIR"])
-        names = ("output 0", "output 0 in float32")
-        return [verification.Difference(name, 1e-7, 1e-5) for name in names]
-
-    monkeypatch.setattr(doctor_kernels, "obstacle", lambda device: None)
-    monkeypatch.setattr(doctor_kernels, "verify_kernel", verify)
-    setup = SimpleNamespace(device=CUDA)
-    assert {one.verdict for one in doctor_kernels.check_kernel("gelu", setup)} == {"ok"}
-    assert set(kept) == {str(compile_cache.default_folder() / "triton")}
 
 
 def second_derivatives():

@@ -132,7 +132,7 @@ def test_masks_that_do_not_fit_are_refused(mask: torch.Tensor, message: str) -> 
     inputs = dict(
         x=torch.randn(2, 2, 3, 4, 5), timestep=torch.tensor([1.0, 9.0]), y=torch.randn(2, 1, 3, 4)
     )
-    with pytest.raises(ValueError, match="got a video_mask of shape .*" + message):
+    with pytest.raises(ValueError, match="got video_mask of shape .*" + message):
         model(**inputs, video_mask=mask)
 
 

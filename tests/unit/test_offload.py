@@ -1,4 +1,4 @@
-"""Inputs of blocks on the host: equal gradients, in any order of passes, from pages used again."""
+"""Inputs of blocks on the host: equal gradients in any order of passes, buffers used again."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from opensora_sp.models import build_model, recompute
+from opensora_sp.models import build_model
 from opensora_sp.models.recompute import (
     OFFLOADED,
     HostMemory,
     host_memory,
-    in_pieces,
     input_on_host,
-    page_sizes,
 )
 
-DEPTH, PAGE = 5, 64  # bytes
+DEPTH = 5
 
 
 @pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMemory]:
-    """Pages that are smaller than an input, the last of each only partly used."""
-    monkeypatch.setattr(recompute, "PAGE", PAGE)
+def memory() -> Iterator[HostMemory]:
+    """The CPU's, without any buffer."""
     host_memory.cache_clear()
     yield host_memory(torch.device("cpu"))
     host_memory.cache_clear()
@@ -105,59 +102,31 @@ def test_gradients_are_equal_in_any_order_of_passes(passes: Any) -> None:
     assert torch.equal(gradient(True, passes), gradient(False, passes))
 
 
-def test_pages_are_used_again(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Tensor] = []
-    new_page = HostMemory._new_page
-
-    def noted(self: HostMemory, size: int) -> Tensor:
-        made.append(new_page(self, size))
-        return made[-1]
-
-    monkeypatch.setattr(HostMemory, "_new_page", noted)
+def test_buffers_are_used_again(memory: HostMemory) -> None:
     blocks = Blocks(hosted=True)
     for _ in range(3):
         one_after_the_other(blocks)
         a_pass_without_backward(blocks)
         gc.collect()
         # Two passes are alive at the same time; of a pass, each block but the first keeps two
-        # tensors of 60 numbers.
-        assert len(made) == 2 * (2 * DEPTH - 1) * -(-60 * 8 // PAGE)
-        assert sum(map(len, memory._free.values())) == len(made)
-        assert memory._pinned == sum(map(len, made)) == len(made) * PAGE - 2 * (2 * DEPTH - 1) * 32
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "sizes"),
-    [
-        (0, []),
-        (1, [2]),
-        (36, [32, 4]),
-        (63, [64]),
-        (64, [64]),
-        (201, [64, 64, 64, 8, 2]),
-    ],
-)
-def test_pages_of_an_input_are_full_but_for_the_last(nbytes: int, sizes: list[int]) -> None:
-    """A page of one size for each input would pin up to all of it in vain."""
-    assert page_sizes(nbytes) == sizes
-    tokens = torch.arange(nbytes, dtype=torch.uint8)
-    pieces = in_pieces(tokens)
-    assert torch.equal(torch.cat(pieces), tokens)
-    for piece, size in zip(pieces, sizes, strict=nbytes > 0):
-        assert len(piece) in (size, size - 1)
+        # tensors of 60 numbers, 480 bytes.
+        assert {size: len(buffers) for size, buffers in memory._free.items()} == {
+            512: 2 * (2 * DEPTH - 1)
+        }
+        assert memory._pinned == 512 * 2 * (2 * DEPTH - 1)
 
 
 def test_a_host_without_memory_is_named(
     memory: HostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory.take_pages(torch.zeros(100, dtype=torch.uint8))
+    memory.take(100)
 
     def refuse(*args: Any, **options: Any) -> Tensor:
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(RuntimeError, match="got no 0.0 MB of pinned memory.*set grad_checkpoint"):
-        memory.take_pages(torch.zeros(64, dtype=torch.uint8))
+        memory.take(64)
 
 
 @pytest.mark.parametrize("next_block", [True, False], ids=["next block", "backward"])
@@ -175,7 +144,7 @@ def test_a_change_in_place_is_noticed(next_block: bool) -> None:
                 out.sum().backward()
 
 
-def test_levels_without_an_input_on_the_host_make_no_pages(memory: HostMemory) -> None:
+def test_levels_without_an_input_on_the_host_make_no_buffers(memory: HostMemory) -> None:
     text = dict(caption_channels=5, model_max_length=4)
     model = build_model("STDiT3", hidden_size=24, depth=2, num_heads=2, **text)
     x, y = torch.zeros(1, 4, 2, 4, 4), torch.zeros(1, 1, 4, 5)

@@ -150,7 +150,7 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_off_does_not_stop_the_next_start(tmp_path: Path) -> None:
     report(tmp_path, range(2))
-    for name in ("metrics.jsonl", "validation.jsonl", "sessions.jsonl"):
+    for name in ("metrics.jsonl", "validation.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 2, "lo')
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from opensora_sp.training.step_log import DelayedResults, PendingResult, StepResult
+from opensora_sp.training.step import DelayedResults, PendingResult, StepResult
 
 
 def pending(step: int, loss: float, *, taken: bool = True, stop: float = 0.0) -> PendingResult:

@@ -103,7 +103,7 @@ def training_step(device: torch.device, drop_rate: float) -> tuple[list[int], fl
         patch_size=(1, 2, 2), in_channels=3, class_dropout_prob=drop_rate, drop_path=0.0
     )
     batch = batch_of(cfg, config, features, 5, used.ids)
-    meter = Meter(model, CPU, precision="fp32", mesh=SequenceMesh(), peak_tflops=1.0)
+    meter = Meter(model, CPU, mesh=SequenceMesh(), peak_tflops=1.0)
     meter.count(batch)
 
     packed: list[list[int]] = []

@@ -26,7 +26,7 @@ from opensora_sp.sampling.run import preflight as sampling_preflight
 from opensora_sp.training import metrics
 from opensora_sp.training.metrics import Reporter
 from opensora_sp.training.preflight import preflight as training_preflight
-from opensora_sp.training.trackers import check_trackers, flattened
+from opensora_sp.training.trackers import check_trackers
 
 VALUES: dict[str, float | None] = {"loss": 0.5, "lr": 1e-4, "tokens_per_s": 7.0, "eta": 1.0}
 VALUES |= {"step_time": 1.0, "peak_memory_gb": 1.0, "data_wait": 0.1, "communication": 0.1}
@@ -82,7 +82,6 @@ def report_a_run(run_dir: Path, **options: Any) -> None:
 
 def test_tensorboard_shows_hyperparameters_and_metrics(tmp_path: Path, log: list[str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
 
     run_dir = tmp_path / "run"
     report_a_run(run_dir)
@@ -94,11 +93,9 @@ def test_tensorboard_shows_hyperparameters_and_metrics(tmp_path: Path, log: list
     assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4]
     assert [event.value for event in board.Scalars("validation/loss")] == [0.5]
 
-    session = board.summary_metadata[metadata.SESSION_START_INFO_TAG].plugin_data.content
-    shown = metadata.parse_session_start_info_plugin_data(session).hparams
-    assert shown["optimizer.lr"].number_value == 0.002 and shown["seed"].number_value == 3
-    assert shown["optimizer.betas"].string_value == "[0.9, 0.99]"
-    assert shown["session.sp_size"].number_value == 2
+    (shown, _) = board.Tensors("config/text_summary")
+    text = shown.tensor_proto.string_val[0].decode()
+    assert json.loads(text) == CONFIG | {"session": {"device": "CPU", "sp_size": 2}}
 
 
 def wandb_records(run_dir: Path) -> list[tuple[str, Any]]:
@@ -196,10 +193,4 @@ def test_what_is_not_installed_is_refused_with_its_extra(
     # By default, a run goes without.
     check_trackers(config_of(tensorboard="auto"))
     reporter_of(tmp_path, tensorboard="auto").close()
-    assert sum("pip install 'opensora-sp[tensorboard]'" in line for line in log) == 1
     assert not (tmp_path / "tensorboard").exists()
-
-
-def test_hyperparameters_are_flat() -> None:
-    flat = {"optimizer.lr": 0.002, "optimizer.betas": "[0.9, 0.99]", "seed": 3}
-    assert flattened(CONFIG) == flat | {"load": "None", "ema": True}

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functions import is_transformed, normalize, rotate
+from ..functions import normalize, rotate
 
 Kernels = Literal["auto", "triton", "torch"]
 
@@ -111,7 +111,7 @@ def chosen(name: str, like: Tensor) -> bool:
     if not (like.is_cuda or like.is_meta):
         return INTERPRETED and _setting == "triton" and like.device.type == "cpu"
 
-    if like.dtype == torch.float64 or is_transformed():
+    if like.dtype == torch.float64:
         return False
     return _setting == "triton" or like.dtype in _verified.get(name, ())
 

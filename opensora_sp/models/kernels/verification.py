@@ -7,21 +7,21 @@ its error is what rounding does. A kernel may have a few times that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opensora_sp.compile_cache import has_triton
+from opensora_sp.common.importing import is_installed
 
-from .. import attention_table
 from ..attention import attention
-from ..attention_table import LABELS, Backend, Platform, Sequences
+from ..attention_table import LABELS, Backend, Sequences
 from ..packing import Lengths
 from . import fused
 from .examples import Example, Sizes, examples_of, normal
@@ -73,13 +73,18 @@ class Difference:
         # NaN is never below.
         return self.error <= self.bound
 
+    @property
+    def ratio(self) -> float:
+        """The error in units of its bound; infinite if there is no number."""
+        return float("inf") if isnan(self.error) else self.error / self.bound
+
     def __str__(self) -> str:
         return f"{self.result}: an error of {self.error:.2g}, where {self.bound:.2g} is rounding"
 
 
 def obstacle(device: torch.device) -> str | None:
     """Why no kernel is compiled for a CUDA device, one of ``OBSTACLES``; None if they are."""
-    if not has_triton():
+    if not is_installed("triton"):
         return NO_TRITON
     return OLD_GPU if torch.cuda.get_device_capability(device) < CAPABILITY else None
 
@@ -135,21 +140,12 @@ def _function(by: str, name: str, example: Example) -> Callable[..., Any]:
 @contextmanager
 def _without_tf32() -> Iterator[None]:
     """Products in full float32, of functions that contain some."""
-    backend: Any = torch.backends.cuda.matmul
-    set_precision: Callable[[str], None] = torch.set_float32_matmul_precision
-    full = "highest"
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        # Where torch 2.9's setting is in use, torch refuses to read the older one.
-        set_precision, full = partial(setattr, backend, "fp32_precision"), "ieee"
-        before = backend.fp32_precision
-
-    set_precision(full)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        set_precision(before)
+        torch.set_float32_matmul_precision(before)
 
 
 def results(
@@ -230,17 +226,20 @@ def differences(
     least = max(MIN_ERROR, MIN_ROUNDING * torch.finfo(dtype).eps)
     for name, tensor in exact.items():
         scale = max(_rms(tensor), floor) or 1.0
-        if ours[name].shape != tensor.shape:
-            yield Difference(
-                f"{name} (shape {list(ours[name].shape)})", float("inf"), MAX_RATIO * least
-            )
-            continue
         expected = max(least, _largest(rounding[name] - tensor) / scale)
         # Libraries of a GPU may add the terms of a product one after the other.
         on_device = _largest(plain[name] - tensor) / scale
         if on_device > expected:
             expected = min(on_device, MAX_RATIO * expected)
         yield Difference(name, _largest(ours[name] - tensor) / scale, MAX_RATIO * expected)
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error, and the first line of its message that is no heading: messages of
+    compilers and of CUDA are pages."""
+    lines = (line.strip() for line in str(error).splitlines())
+    first = next((line for line in lines if line and not line.endswith(":")), "")
+    return f"{type(error).__name__}: {first}"
 
 
 def _rms(tensor: Tensor) -> float:
@@ -262,17 +261,13 @@ class Case:
     example: Example
 
 
-def verify_backend(backend: Backend, cases: Collection[Case], device: torch.device) -> str | None:
-    """How a kernel of attention differs from the definition, or why it cannot run here; or None."""
-    platform = Platform.of(device, backend.deterministic)
+def verify_backend(
+    backend: Backend, cases: Iterable[Case], device: torch.device
+) -> Iterator[Difference]:
+    """Compare a kernel of attention with the definition on a device, call by call."""
+    kernel = partial(attention, backend=backend)
     for case in cases:
-        if problem := attention_table.obstacle(backend.name, case.sequences, platform):
-            return problem
-        kernel = partial(attention, backend=backend)
-        for difference in compare(kernel, define, case.example, case.sequences.dtype, device):
-            if not difference.ok:
-                return str(difference)
-    return None
+        yield from compare(kernel, define, case.example, case.sequences.dtype, device)
 
 
 def cases_of(

@@ -1,7 +1,7 @@
 """``opensora-sp doctor --device``: results of this host's GPUs compared with a CPU's."""
 
 from .examination import CHECKS, Examination, examine_device, setup_for
-from .measurements import Finding, Setup
+from .findings import Finding, Setup
 
 __all__ = [
     "CHECKS",

@@ -11,12 +11,15 @@ import torch
 
 from opensora_sp.runtime.versions import versions
 
-from .attention import check_attention
-from .kernels import KERNEL_CHECKS
-from .measurements import Finding, Setup
-from .models import MODEL_CHECKS, check_compiled
+from .findings import Finding, Setup, findings_of
+from .one_device import (
+    KERNEL_CHECKS,
+    MODEL_CHECKS,
+    check_attention,
+    check_ceilings,
+    check_compiled,
+)
 from .ranks import check_ranks
-from .speed import check_ceilings
 
 # In the order in which they run, quick ones first.
 CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {
@@ -34,13 +37,13 @@ class Examination:
     """What the checks of a device found, so far.
 
     Attributes:
-        seconds: that each check took, by name.
+        seconds: that all checks took.
         complete: whether all checks have run.
     """
 
     device: str
     findings: list[Finding] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
     complete: bool = False
 
     @property
@@ -52,7 +55,7 @@ class Examination:
             "device": self.device,
             "facts": versions(),
             "findings": [finding.to_dict() for finding in self.findings],
-            "seconds": self.seconds,
+            "seconds": round(self.seconds, 2),
             "complete": self.complete,
             "ok": self.ok,
         }
@@ -82,22 +85,11 @@ def examine_device(
     Args:
         report: called with what was found so far, after each finding, which is the last.
     """
-    examination = Examination(setup.name)
+    examination, start = Examination(setup.name), time.perf_counter()
     for name, check in CHECKS.items():
-        start = time.perf_counter()
-        for finding in _findings(name, check, setup):
+        for finding in findings_of(name, check, setup):
             examination.findings.append(finding)
-            examination.seconds[name] = round(time.perf_counter() - start, 2)
+            examination.seconds = time.perf_counter() - start
             report(examination)
     examination.complete = True
     return examination
-
-
-def _findings(
-    name: str, check: Callable[[Setup], Iterator[Finding]], setup: Setup
-) -> Iterator[Finding]:
-    try:
-        yield from check(setup)
-    # Drivers and compilers may raise anything.
-    except Exception as error:
-        yield Finding.of_error(name, error)

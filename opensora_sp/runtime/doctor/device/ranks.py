@@ -21,8 +21,8 @@ from opensora_sp.parallel.debug.parity import verify_step
 from opensora_sp.runtime.doctor.probe import measure
 from opensora_sp.runtime.host_checks import use_device
 
-from .measurements import Finding, Setup, largest_of, relative_errors
-from .models import copy_to, small_model
+from .findings import Finding, Setup, findings_of, largest_of, relative_errors
+from .one_device import copy_to, small_model
 
 # Seconds for all checks of the ranks.
 TIMEOUT = 90.0
@@ -36,8 +36,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 ZERO_BOUND = 1e-3
 # GB/s from each rank: PCIe 3 reaches 6 to 12, NVLink hundreds.
 MIN_BANDWIDTH = 1.0
-
-RankCheck = Callable[[Setup], Iterator[Finding]]
 
 
 def check_strategies(setup: Setup) -> Iterator[Finding]:
@@ -71,8 +69,7 @@ def check_zero(setup: Setup) -> Iterator[Finding]:
 
     for stage in (1, 2):
         model, inputs = copy_to(setup.device, torch.float32, *small_model(REFERENCE, setup))
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        before = {name: p.detach().clone() for name, p in trained.items()}
+        before = copy.deepcopy(model)
         expected = _updates(before, _plain_step(copy.deepcopy(model), inputs))
         updates = _updates(before, _zero_step(model, inputs, stage))
         worst, name = largest_of(relative_errors(updates, expected))
@@ -80,9 +77,10 @@ def check_zero(setup: Setup) -> Iterator[Finding]:
         yield Finding(label, worst, ZERO_BOUND, note=f"worst: {name}")
 
 
-def _updates(before: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+def _updates(before: Any, model: Any) -> dict[str, Tensor]:
     after = dict(model.named_parameters())
-    return {name: (after[name].detach() - before[name]).cpu() for name in before}
+    trained = {name: p for name, p in before.named_parameters() if p.requires_grad}
+    return {name: (after[name] - p).detach().cpu() for name, p in trained.items()}
 
 
 def _sample(inputs: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -127,13 +125,13 @@ def check_links(setup: Setup) -> Iterator[Finding]:
         return
 
     measured = measure(setup.device)
-    backend, milliseconds = measured["backend"], measured["round_trip"] * 1e3
-    note = f"{measured['ranks']} ranks, {backend}, round trip {milliseconds:.2f} ms"
+    backend = measured["backend"]
+    note = f"round trip {measured['round_trip'] * 1e3:.2f} ms"
     bound = MIN_BANDWIDTH if setup.device.type == "cuda" else 0.0
     yield Finding(f"all-to-all, {backend}", measured["rate"] / 1e9, bound, "GB/s", True, note)
 
 
-RANK_CHECKS: dict[str, RankCheck] = {
+RANK_CHECKS: dict[str, Callable[[Setup], Iterator[Finding]]] = {
     "ZeRO": check_zero,
     "strategies": check_strategies,
     "links": check_links,
@@ -184,12 +182,8 @@ def _run_checks(rank: int, setup: Setup, store: str, results: Any) -> None:
 
     rank_setup = Setup(device, setup.num_ranks, setup.small)
     for name, check in RANK_CHECKS.items():
-        try:
-            for finding in check(rank_setup):
-                if rank == 0:
-                    results.put(finding)
-        # The next check still runs; if other ranks hang, TIMEOUT ends them.
-        except Exception as error:
+        # After an error the next check still runs; if other ranks hang, TIMEOUT ends them.
+        for finding in findings_of(name, check, rank_setup):
             if rank == 0:
-                results.put(Finding.of_error(name, error))
+                results.put(finding)
     shutdown_process_group()

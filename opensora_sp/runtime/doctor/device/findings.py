@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from opensora_sp.models.kernels.verification import first_line
 
 Verdict = Literal["ok", "FAIL", "skip"]
 
@@ -66,9 +68,8 @@ class Finding:
 
     @classmethod
     def of_error(cls, name: str, error: BaseException) -> Finding:
-        """Of a check that raised: the first line of its error, since messages of CUDA are pages."""
-        lines = str(error).splitlines()
-        return cls(name, note=f"{type(error).__name__}: {lines[0] if lines else ''}")
+        """Of a check that raised."""
+        return cls(name, note=first_line(error))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; numbers that JSON lacks (NaN, infinity) become text."""
@@ -78,19 +79,26 @@ class Finding:
         return fields
 
 
-def relative_error(ours: Tensor, exact: Tensor, floor: float = 0.0) -> float:
-    """``|ours - exact| / max(|exact|, floor)`` of L2 norms, in float64 on the host."""
-    exact = exact.detach().double().cpu()
-    difference: float = (ours.detach().double().cpu() - exact).norm().item()
-    scale = max(exact.norm().item(), floor)
-    return difference / scale if scale else difference
+def findings_of(
+    name: str, check: Callable[[Setup], Iterator[Finding]], setup: Setup
+) -> Iterator[Finding]:
+    """The findings of a check, the last of which may be an error that it raised."""
+    try:
+        yield from check(setup)
+    # Drivers and compilers may raise anything.
+    except Exception as error:
+        yield Finding.of_error(name, error)
 
 
 def relative_errors(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative errors of several tensors, by name."""
-    largest = max((tensor.double().norm().item() for tensor in exact.values()), default=0.0)
-    floor = NOISE_FLOOR * largest
-    return {name: relative_error(ours[name], tensor, floor) for name, tensor in exact.items()}
+    """The relative errors of L2 norms of several tensors, by name, in float64 on the host."""
+    norms = {name: tensor.double().norm().item() for name, tensor in exact.items()}
+    floor = NOISE_FLOOR * max(norms.values())
+    errors = {}
+    for name, tensor in exact.items():
+        difference = ours[name].double().cpu() - tensor.double().cpu()
+        errors[name] = difference.norm().item() / (max(norms[name], floor) or 1.0)
+    return errors
 
 
 def largest_of(errors: Mapping[str, float]) -> tuple[float, str]:
