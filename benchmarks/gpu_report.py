@@ -42,7 +42,7 @@ from opensora_sp.planner.trace import run_step, trace_activations
 from opensora_sp.runtime.doctor.device import Setup, examine_device, setup_for
 from opensora_sp.runtime.doctor.device.one_device import check_ceilings
 from opensora_sp.runtime.doctor.probe import median_seconds
-from opensora_sp.runtime.versions import versions
+from opensora_sp.runtime.rank_info import versions
 
 MODEL = "STDiT3-XL/2"
 DEVICE, BF16 = torch.device("cuda", 0), torch.bfloat16

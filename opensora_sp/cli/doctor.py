@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from opensora_sp.common.files import atomic_write
 from opensora_sp.config import TrainConfig, load_either
-from opensora_sp.runtime.doctor.diagnosis import Diagnosis, diagnose
-from opensora_sp.runtime.doctor.host_report import Check
+from opensora_sp.runtime.doctor.diagnosis import Check, Diagnosis, diagnose
 
 if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.device import Examination, Finding
@@ -28,8 +27,6 @@ MARGIN = " " * (7 + LABEL_WIDTH + 1)
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
-    port = "as for launchers (default: 29500)"
-    add("--master-port", type=int, metavar="N", default=29500, help=port)
     config = "the config that is to run; for training, a missing ColossalAI is a failure"
     add("--config", metavar="CONFIG", help=config)
     add("--no-collective", dest="collective", action="store_false", help="start no ranks")
@@ -54,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         text = device_summary(result)
     else:
         trains = args.config is not None and _is_training(args.config)
-        diagnosis = diagnose(args.master_port, collective=args.collective, trains=trains)
+        diagnosis = diagnose(collective=args.collective, trains=trains)
         if diagnosis is None:
             return
         result, text = diagnosis, table(diagnosis)

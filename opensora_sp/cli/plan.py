@@ -7,19 +7,16 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
-
-from tqdm import tqdm
 
 from opensora_sp.common.console import config_arguments
 from opensora_sp.config import load_either
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.run_plan import BatchEstimate, Plan, bucket_estimates, estimator_of
 
+from .mean_step import mean_step
 from .plan_calibration import run_calibration
 from .plan_fit import run_fit
-from .plan_steps import schedule_steps
 
 COLUMNS = 100
 HEAD = "batch of frames x size    tokens ranks          shared by   MB sent  GB peak        s"
@@ -54,14 +51,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    # disable=None: no bar where stderr is no terminal.
-    progress = partial(tqdm, desc="plan", unit="bucket", disable=None, leave=False)
     if args.calibrate is not None:
         run_calibration(args)
         return
     _check_options(args)
     if args.fit is not None:
-        run_fit(args, progress)
+        run_fit(args)
         return
 
     cfg, _ = load_either(args.config, args.cfg_options)
@@ -72,13 +67,11 @@ def run(args: argparse.Namespace) -> None:
         memory_gb=args.memory_gb,
         gpu=args.gpu,
     )
-    steps = schedule_steps(estimator, progress)
-    estimates = bucket_estimates(estimator, {} if steps is None else steps.degrees)
+    estimates = bucket_estimates(estimator)
     if args.json:
         sys.stdout.write(json.dumps(Plan(estimator, list(estimates)).to_dict(), indent=1) + "\n")
         return
-    lines = table(estimator, estimates)
-    for line in chain(lines, [] if steps is None else ["", *steps.describe()]):
+    for line in table(estimator, estimates):
         # At once, since a plan of many buckets takes seconds.
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
@@ -117,6 +110,9 @@ def table(run: RunEstimator, estimates: Iterable[BatchEstimate]) -> Iterator[str
         f"MB sent: by a rank for {what}. GB peak: of a rank, {run.kernels_in_words}, without the "
         f"encoders. s: of {what}, by arithmetic at the rates of {run.options.cost_model.name}."
     )
+    step = mean_step(run, [estimate.ranks for estimate in buckets])
+    if step is not None:
+        yield from _wrapped(step.describe())
     if len(buckets) == 1:
         yield from _details(buckets[0])
 
@@ -136,7 +132,7 @@ def _heading(run: RunEstimator) -> list[str]:
             lines.append(f"a group of {run.ranks} ranks {where}")
     else:
         degrees = (
-            "sp_size: chosen for each micro-batch; below, on the ranks that its batches run on. "
+            "sp_size: chosen for each micro-batch; below, as few ranks as its batches fit on. "
             "Communicators of the groups of a rank take about "
             f"{sum(run.communicators) / 1e9:.1f} GB of its GPU"
         )

@@ -12,8 +12,8 @@ from opensora_sp.config import load_either
 from opensora_sp.parallel import closing_process_group
 from opensora_sp.planner.calibration import Calibration, calibrate
 from opensora_sp.runtime.cost_model_file import write_cost_model
+from opensora_sp.runtime.rank_info import versions
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
-from opensora_sp.runtime.versions import versions
 from opensora_sp.runtime.watchdog import Watchdog
 
 

@@ -8,10 +8,11 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+from tqdm import tqdm
 
 from opensora_sp.config import TrainConfig, dump_config, load_either
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
@@ -28,7 +29,7 @@ GB_PEAK = (
 )
 
 
-def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
+def run_fit(args: argparse.Namespace) -> None:
     """Choose batch sizes, print them, and write the config that has them.
 
     Raises:
@@ -54,7 +55,8 @@ def run_fit(args: argparse.Namespace, progress: Callable[..., Any]) -> None:
         gpus_per_node=args.gpus_per_node,
         cost_model=rates_of(cfg, args.gpu),
         largest_batch=LARGEST_BATCH if args.largest_batch is None else args.largest_batch,
-        progress=progress,
+        # disable=None: no bar where stderr is no terminal.
+        progress=partial(tqdm, desc="plan", unit="bucket", disable=None, leave=False),
     )
 
     command = shlex.join(["opensora-sp", *args.words]).replace("\n", " ")

@@ -71,9 +71,6 @@ def _claim(marker: Path) -> bool:
     """Create the link unless it exists; returns whether this process did, or no process can."""
     pid = str(os.getpid())
     try:
-        if _is_stale(marker):
-            marker.unlink(missing_ok=True)
-
         # A link, not a file: it has its content from the moment on at which others can see it.
         os.symlink(pid, marker)
         return True
@@ -81,15 +78,6 @@ def _claim(marker: Path) -> bool:
         return _read_pid(marker) in (pid, "")
     except OSError:
         return True
-
-
-def _is_stale(marker: Path) -> bool:
-    """True if the link is of an earlier run: its process had exited before this one started."""
-    pid = _read_pid(marker)
-    if not pid or _is_running(pid):
-        return False
-    started: float = psutil.Process().create_time()
-    return marker.lstat().st_mtime < started
 
 
 def _read_pid(marker: Path) -> str:

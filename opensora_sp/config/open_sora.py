@@ -1,7 +1,7 @@
 """Translation of the keys of Open-Sora 1.0 to 1.3 configs of STDiT models.
 
-``translate`` applies ``RULES``. A key without a rule has the same meaning here, or is refused as
-unknown.
+``translate`` drops the keys of ``WITHOUT_EFFECT``, refuses those of ``REFUSED`` and applies
+``RULES``. Any other key has the same meaning here, or is refused as unknown.
 """
 
 from __future__ import annotations
@@ -17,18 +17,10 @@ from .draft import Draft, Run, is_option, key_of, raise_together
 
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
 VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2", "OpenSoraVAE_V1_3")
+OTHER_MODELS = ("DiT", "Latte", "PixArt", "VideoAutoencoder", "OpenSoraVAE", "VAE_Temporal")
+"""Beginnings of ``model.type`` in configs of Open-Sora's models that are not here."""
 
-AUTOENCODER = "use a trained autoencoder: vae=dict(type='OpenSoraVAE_V1_2', from_pretrained=...)"
-OTHER_MODEL = "use an STDiT model, or parallelize a custom model (docs/custom_model.md)"
-FAMILIES = {
-    "DiT": OTHER_MODEL,
-    "Latte": OTHER_MODEL,
-    "PixArt": OTHER_MODEL,
-    "VideoAutoencoder": AUTOENCODER,
-    "OpenSoraVAE": AUTOENCODER,
-    "VAE_Temporal": AUTOENCODER,
-}
-"""Prefix of ``model.type`` in configs of models that are not here -> what to do instead."""
+OFF = (None, False)
 
 
 @dataclass(frozen=True)
@@ -37,24 +29,22 @@ class Rule:
 
     Attributes:
         old: dotted key of Open-Sora.
-        new: dotted key here; None if there is none, for the reason in ``note``.
+        new: dotted key here.
         note: explanation for the log and the docs.
         run: the kind of config; None for both.
         value: computes the new value from the old one and the draft; or a table of values.
         inert: values without an effect, for which the key is dropped silently.
-        refused: the reason for an error and what to write instead; in a table, by value.
         when: true if the rule applies to a draft.
         also: further keys that Open-Sora sets implicitly; values that are set already win.
         yields: a value of ``new`` wins over this one; otherwise having both is an error.
     """
 
     old: str
-    new: str | None = None
+    new: str
     note: str = ""
     run: Run | None = None
     value: Callable[[Any, Draft], Any] | Mapping[Any, Any] | None = None
-    inert: tuple[Any, ...] = (None, False)
-    refused: str | Mapping[Any, str] | None = None
+    inert: tuple[Any, ...] = (None,)
     when: Callable[[Draft], bool] | None = None
     also: Callable[[Any, Draft], dict[str, Any]] | None = None
     yields: bool = False
@@ -106,13 +96,6 @@ def _accumulates(draft: Draft) -> bool:
 
 def _frozen(*patterns: str) -> Callable[[Any, Draft], tuple[str, ...]]:
     return lambda setting, draft: (*(draft.get("freeze") or ()), *patterns)
-
-
-def _frozen_by_name(setting: Any, draft: Draft) -> tuple[str, ...]:
-    known = {"text": ("y_embedder.*",), "not_temporal": ("*", "!*attn_temp.*")}
-    if setting not in known:
-        raise ValueError(f"neither of {list(known)}")
-    return (*(draft.get("freeze") or ()), *known[setting])
 
 
 def _converted(name: str) -> Callable[[Any, Draft], tuple[str, ...]]:
@@ -168,21 +151,62 @@ def _one_by_one(setting: Any, draft: Draft) -> Any:
     return {"by prompt": setting} if any(setting) else None
 
 
+WITHOUT_EFFECT: dict[Run | None, tuple[str, ...]] = {
+    None: (
+        *("model.enable_layernorm_kernel", "model.enable_sequence_parallelism"),
+        *("model.use_x_mask", "model.force_huggingface", "vae.force_huggingface"),
+        *("vae.freeze_vae_2d", "vae.cal_loss"),
+        *("model.local_files_only", "vae.local_files_only", "text_encoder.local_files_only"),
+    ),
+    "train": (
+        *("use_image_transform", "num_bucket_build_workers", "prefetch_factor"),
+        *("num_eval_timesteps", "reduce_bucket_size_in_m", "record_time"),
+        *("start_from_scratch", "warmup"),
+    ),
+    "sample": (
+        *("model.freeze_y_embedder", "model.only_train_temporal"),
+        *("sample_name", "multi_resolution", "align", "verbose"),
+    ),
+}
+"""Keys that nothing here needs, by the kind of config; None for both."""
+
+SIZES_OF_BUCKETS = ("batch_size", "dataset.num_frames", "dataset.image_size")
+"""Without effect in a training with buckets, which have sizes of their own."""
+
+REFUSED = {
+    "root": "write paths relative to the manifest, or absolute ones, into it",
+    **dict.fromkeys(
+        ("dataset.dummy_text_feature", "load_text_features"),
+        "captions are encoded here; remove it",
+    ),
+    "model.no_temporal_pos_emb": "all models here have temporal position embeddings; remove it",
+    **dict.fromkeys(
+        ("vae.cache_dir", "text_encoder.cache_dir"), "set HF_HOME=FOLDER in the environment"
+    ),
+    **dict.fromkeys(
+        ("scheduler.dynamic_thresholding", "scheduler.thresholding"),
+        "no sampler of Open-Sora calls the function that it names; remove it",
+    ),
+    "llm_refine": "no external service is used; write the refined prompts",
+    "watermark": "watermarks are not supported; remove it",
+    **dict.fromkeys(
+        ("start_index", "end_index", "prompt_generator"),
+        "write only these prompts into prompts or prompt_path",
+    ),
+}
+"""Keys that are errors unless they are off, and what to do instead."""
+
+# None stands for the default here, too.
+OPTIONAL = (
+    *("batch_size", "grad_clip", "epochs", "sp_size"),
+    *("accumulation_steps", "warmup_steps", "ema_decay"),
+)
+
 RULES: tuple[Rule, ...] = (
     # data
     Rule("data_path", "dataset.manifest", run="train", also=_random_start,
          note="a file with the columns path,text; clips begin at a random frame, as in Open-Sora"),
-    Rule("root", run="train",
-         refused="write paths relative to the manifest, or absolute ones, into it"),
-    Rule("use_image_transform", run="train", note="images are recognised by their file type"),
     Rule("frame_interval", "dataset.frame_interval", run="train"),
-    Rule("batch_size", run="train", when=_is_bucketed,
-         note="the buckets have batch sizes of their own"),
-    Rule("batch_size", "batch_size", run="train"),
-    Rule("dataset.num_frames", run="train", when=_is_bucketed,
-         note="the buckets have lengths of their own"),
-    Rule("dataset.image_size", run="train", when=_is_bucketed,
-         inert=(None, (None, None), [None, None]), note="the buckets have sizes of their own"),
     Rule("dataset.num_frames", "num_frames", run="train"),
     Rule("dataset.image_size", "image_size", run="train", inert=(None, (None, None), [None, None])),
     Rule("dataset.data_path", "dataset.manifest", run="train",
@@ -190,21 +214,10 @@ RULES: tuple[Rule, ...] = (
     Rule("dataset.transform_name", "dataset.transform", run="train",
          note="both crop at the centre",
          value={"center": "resize_center_crop", "resize_crop": "resize_center_crop"}),
-    Rule("dataset.dummy_text_feature", run="train", refused="captions are encoded here; remove it"),
     Rule("dataset.type", "dataset.type", run="train", value=DATASETS, also=_random_start,
-         note="clips begin at a random frame, as in Open-Sora",
-         refused={"BatchFeatureDataset":
-                  "features extracted by Open-Sora cannot be read; write dataset="
-                  "dict(type='VideoTextDataset', data_path=...), whose clips are encoded in "
-                  "training"}),
-    Rule("num_bucket_build_workers", run="train", note="one process builds the buckets"),
-    Rule("prefetch_factor", run="train", note="the loader uses its default"),
-    Rule("bucket_config", "bucket_config", run="train", inert=(None,), value=_kept_clips,
-         also=_default_length,
+         note="clips begin at a random frame, as in Open-Sora"),
+    Rule("bucket_config", "bucket_config", run="train", value=_kept_clips, also=_default_length,
          note="a probability of None, of its evaluation script, is 1; epochs are 1000 by default"),
-    Rule("num_eval_timesteps", run="train",
-         note="of its evaluation script; opensora-sp eval has --bins"),
-    Rule("load_text_features", run="train", refused="captions are encoded here; remove it"),
     Rule("mask_ratios", "mask_ratios", run="train", value=_masks,
          note="1 to 4 frames are quarter_*, 1 to a quarter of the frames"),
     # acceleration
@@ -213,84 +226,49 @@ RULES: tuple[Rule, ...] = (
          also=lambda setting, draft: {"ema_decay": 0.9999, "ema_warmup": False},
          note="sp_size alone is the size of an SP group; ema_decay is 0.9999 by default, from the "
               "first step on, as in Open-Sora"),
-    Rule("reduce_bucket_size_in_m", run="train", note="ColossalAI uses its default"),
-    Rule("record_time", run="train", note="the log has step times"),
     # models
-    Rule("model.qk_norm", "model.qk_norm", inert=(None,), also=_qk_norm,
+    Rule("model.qk_norm", "model.qk_norm", also=_qk_norm,
          note="for STDiT2 it sets qk_norm_legacy=True, as in Open-Sora 1.1"),
-    *(Rule(f"model.{key}", "model.attention", inert=(None,), value={True: "auto", False: "sdpa"})
+    *(Rule(f"model.{key}", "model.attention", value={True: "auto", False: "sdpa"})
       for key in ("enable_flash_attn", "enable_flashattn")),
-    Rule("model.kernel_size", "model.kernel_size", inert=(None,), also=_implied_by_1_3,
+    Rule("model.kernel_size", "model.kernel_size", also=_implied_by_1_3,
          note="of Open-Sora 1.3, with conditioning frames, latents of its VAE and scores in words"),
-    Rule("model.enable_layernorm_kernel", note="torch's layer norm is used; apex is not needed"),
-    Rule("model.enable_sequence_parallelism", note="sp_size alone turns it on"),
-    Rule("model.use_x_mask", note="every model takes frame masks"),
-    Rule("model.no_temporal_pos_emb",
-         refused="all models here have temporal position embeddings; remove it"),
-    Rule("model.skip_temporal", "model.skip_temporal", also=_without_temporal,
+    Rule("model.skip_temporal", "model.skip_temporal", inert=OFF, also=_without_temporal,
          note="of weights with temporal blocks, these are left out, as in Open-Sora"),
-    Rule("model.adapt_16ch", "convert", value=_converted("in_channels"),
+    Rule("model.adapt_16ch", "convert", inert=OFF, value=_converted("in_channels"),
          note="weights for 4 latent channels become weights for 16, as in Open-Sora"),
-    Rule("model.force_huggingface", note="the format of weights is recognised"),
-    Rule("model.freeze_y_embedder", "freeze", run="train", value=_frozen("y_embedder.*")),
-    Rule("model.only_train_temporal", "freeze", run="train",
+    Rule("model.freeze_y_embedder", "freeze", run="train", inert=OFF,
+         value=_frozen("y_embedder.*")),
+    Rule("model.only_train_temporal", "freeze", run="train", inert=OFF,
          value=_frozen("*", "!temporal_blocks.*")),
-    Rule("model.freeze", "freeze", run="train", value=_frozen_by_name),
-    *(Rule(f"model.{key}", run="sample", note="nothing is trained")
-      for key in ("freeze_y_embedder", "only_train_temporal", "freeze")),
-    Rule("load", "load", run="train", when=lambda draft: draft.foreign,
-         note="initial weights, from step 0; --resume PATH resumes a run of opensora_sp"),
-    Rule("start_from_scratch", run="train", note="load always begins at step 0"),
     Rule("model.from_pretrained", "load", run="train", yields=True),
     Rule("model.from_pretrained", "ckpt", run="sample"),
     # encoders
     Rule("vae.type", "vae.type", also=_implied_by_vae,
-         note="OpenSoraVAE_V1_3 comes with 16 channels and conditioning frames",
-         refused={"VideoAutoencoderPipeline":
-                  "another one was released; write vae=dict(type='OpenSoraVAE_V1_2', "
-                  "from_pretrained=...)"}),
-    *(Rule(f"{part}.local_files_only", note="set HF_HUB_OFFLINE=1 in the environment instead")
-      for part in ("model", "vae", "text_encoder")),
-    *(Rule(f"{part}.cache_dir", refused="set HF_HOME=FOLDER in the environment")
-      for part in ("vae", "text_encoder")),
-    Rule("vae.force_huggingface", note="the format of weights is recognised"),
-    *(Rule(f"vae.{key}", note="the autoencoder is never trained")
-      for key in ("freeze_vae_2d", "cal_loss")),
-    Rule("text_encoder.type", "text_encoder.type",
-         refused=dict.fromkeys(
-             ("clip", "classes"),
-             "models here take T5 features; write text_encoder=dict(type='t5', ...)")),
+         note="OpenSoraVAE_V1_3 comes with 16 channels and conditioning frames"),
     Rule("text_encoder.model_max_length", "text_encoder.max_length", also=_text,
          note="also of the model; captions are cleaned, as in Open-Sora"),
-    Rule("text_encoder.shardformer", "text_encoder.dtype",
-         value={True: "fp16"}, note="as with the release's shardformer, which calls .half()"),
+    Rule("text_encoder.shardformer", "text_encoder.dtype", inert=OFF, value={True: "fp16"},
+         note="as with the release's shardformer, which calls .half()"),
     # diffusion
     Rule("scheduler.type", "scheduler.type", value={"iddpm-speed": "iddpm"},
-         note="timesteps are drawn uniformly, which needs more steps to the same loss",
-         refused={"dpm-solver": "this sampler is not supported; write scheduler=dict(type='iddpm', "
-                  "num_sampling_steps=100, ...)"}),
-    *(Rule(key, f"scheduler.{key}", run="sample", inert=(None,))
+         note="timesteps are drawn uniformly, which needs more steps to the same loss"),
+    *(Rule(key, f"scheduler.{key}", run="sample")
       for key in ("image_cfg_scale", "use_sdedit", "use_oscillation_guidance_for_text",
                   "use_oscillation_guidance_for_image")),
     Rule("drop_condition", "scheduler.drop_condition", run="train", yields=True),
-    *(Rule(f"scheduler.{key}",
-           refused="no sampler of Open-Sora calls the function that it names; remove it")
-      for key in ("dynamic_thresholding", "thresholding")),
     # optimization
-    Rule("use_cosine_scheduler", "lr_schedule", run="train", value={True: "cosine"},
+    Rule("use_cosine_scheduler", "lr_schedule", run="train", inert=OFF, value={True: "cosine"},
          note="without warm-up"),
-    Rule("warmup_steps", "warmup_steps", run="train", inert=(None,), when=_accumulates,
+    Rule("warmup_steps", "warmup_steps", run="train", when=_accumulates,
          value=lambda setting, draft: -(-setting // draft.get("accumulation_steps")),
          note="with accumulation_steps: micro-batches there, steps here"),
-    Rule("ema_decay", "ema_decay", run="train", inert=(None,), when=_accumulates,
+    Rule("ema_decay", "ema_decay", run="train", when=_accumulates,
          value=lambda setting, draft: setting ** draft.get("accumulation_steps"),
          note="with accumulation_steps: after each micro-batch there, after each step here"),
-    Rule("accumulation_steps", "accumulation_steps", run="train", inert=(None,)),
     Rule("lr", "optimizer.lr", run="train"),
-    Rule("adam_eps", "optimizer.eps", run="train", inert=(None,)),
-    Rule("weight_decay", "optimizer.weight_decay", run="train", inert=(None,)),
-    Rule("warmup", run="train", note="Open-Sora reads warmup_steps alone"),
-    *(Rule(key, key, run="train", inert=(None,)) for key in ("grad_clip", "epochs", "sp_size")),
+    Rule("adam_eps", "optimizer.eps", run="train"),
+    Rule("weight_decay", "optimizer.weight_decay", run="train"),
     # sampling
     Rule("prompt", "prompts", run="sample",
          value=lambda setting, draft: [setting] if isinstance(setting, str) else setting),
@@ -301,21 +279,8 @@ RULES: tuple[Rule, ...] = (
          note="the files have fps / frame_interval"),
     Rule("save_dir", "outputs", run="sample"),
     Rule("num_sample", "num_samples", run="sample"),
-    Rule("prompt_as_path", "skip_existing", run="sample",
+    Rule("prompt_as_path", "skip_existing", run="sample", inert=OFF,
          note="file names are the position and the prompt"),
-    Rule("sample_name", run="sample", note="file names are the position and the prompt"),
-    Rule("multi_resolution", run="sample", note="sizes are passed to every model that takes them"),
-    Rule("align", run="sample",
-         note="reference frames are always aligned to the chunks of the autoencoder"),
-    Rule("verbose", run="sample", note="there is one log"),
-    Rule("llm_refine", run="sample",
-         refused="no external service is used; write the refined prompts"),
-    Rule("watermark", run="sample", refused="watermarks are not supported; remove it"),
-    Rule("start_index", run="sample", inert=(None, 0),
-         refused="write only these prompts into prompts or prompt_path"),
-    Rule("end_index", run="sample", refused="write only these prompts into prompts or prompt_path"),
-    Rule("prompt_generator", run="sample", inert=(None, ""),
-         refused="write the prompts into prompts or prompt_path"),
 )  # fmt: skip
 
 
@@ -336,21 +301,44 @@ def translate(draft: Draft, run: Run) -> None:
     draft.foreign = any(key in draft and not is_option(draft.origin(key)) for key in FOREIGN)
     # Before translation: what it derives from an option has the option's origin.
     draft.overridden = frozenset(key for key, origin in draft.origins.items() if is_option(origin))
-    raise_together(*(partial(_apply, rule, draft) for rule in RULES if rule.run in (None, run)))
+
+    _drop(draft, run)
+    refused = (partial(_refuse, key, instead, draft) for key, instead in REFUSED.items())
+    rules = (partial(_apply, rule, draft) for rule in RULES if rule.run in (None, run))
+    raise_together(*refused, *rules)
     _move_into_prompts(draft)
 
 
 def check_family(draft: Draft) -> None:
-    """Raise ValueError if the config is for a model that is not supported."""
+    """Raise ValueError if the config is for a model of Open-Sora that is not here."""
     name = str(draft.get("model.type"))
-    for family, advice in FAMILIES.items():
-        if name.startswith(family):
-            is_model = advice is not AUTOENCODER
-            kind = f"{family} is not supported" if is_model else "autoencoders are not trained"
-            raise ValueError(
-                f"got model.type = {name!r} ({kind} here); expected one of {list(PRESETS)}; "
-                f"{advice} [{draft.origin('model.type')}]"
-            )
+    if name.startswith(OTHER_MODELS):
+        raise ValueError(
+            f"got model.type = {name!r}, which is not supported here; expected one of "
+            f"{list(PRESETS)}; use one, a trained autoencoder as vae, or parallelize a custom "
+            f"model (docs/custom_model.md) [{draft.origin('model.type')}]"
+        )
+
+
+def _drop(draft: Draft, run: Run) -> None:
+    dropped = [*WITHOUT_EFFECT[None], *WITHOUT_EFFECT[run]]
+    if run == "train":
+        dropped += SIZES_OF_BUCKETS if _is_bucketed(draft) else ()
+        dropped += [key for key in OPTIONAL if draft.get(key) is None]
+    for key in dropped:
+        if draft.get(key):
+            draft.notes.append(f"{draft.origin(key)}: {key} has no effect here")
+        draft.pop(key)
+
+
+def _refuse(key: str, instead: str, draft: Draft) -> None:
+    setting, origin = draft.get(key), draft.origin(key)
+    draft.pop(key)
+    if setting:
+        raise ValueError(
+            f"got {key} = {setting!r} of Open-Sora; expected a key that can be translated; "
+            f"{instead} [{origin}]"
+        )
 
 
 def _apply(rule: Rule, draft: Draft) -> None:
@@ -363,24 +351,18 @@ def _apply(rule: Rule, draft: Draft) -> None:
         draft.pop(rule.old)
         return
 
-    _check_refused(rule, setting, origin)
-    if rule.new is None:
-        draft.pop(rule.old)
-        draft.notes.append(f"{origin}: {rule.old} has no effect here: {rule.note}")
-        return
-
     # A value outside the table is one of ours.
     if rule.new == rule.old and isinstance(rule.value, Mapping) and not _known(rule.value, setting):
         return
-    _move(rule, rule.new, setting, origin, draft)
+    _move(rule, setting, origin, draft)
 
 
-def _move(rule: Rule, new: str, setting: Any, origin: str, draft: Draft) -> None:
+def _move(rule: Rule, setting: Any, origin: str, draft: Draft) -> None:
     """Replace ``rule.old`` by the new key, and by what Open-Sora sets implicitly."""
-    changed = _changed(rule, setting, draft, origin)
+    new, changed = rule.new, _changed(rule, setting, draft, origin)
     also = {} if rule.also is None else rule.also(changed, draft)
     also = {key: more for key, more in also.items() if _is_free(key, draft)}
-    if new == rule.old and changed == setting and not also and rule.when is None:
+    if new == rule.old and changed == setting and not also:
         return
 
     draft.pop(rule.old)
@@ -389,7 +371,7 @@ def _move(rule: Rule, new: str, setting: Any, origin: str, draft: Draft) -> None
 
     if new == rule.old:
         draft.set(new, changed, origin)
-    elif _may_move(rule, new, origin, draft):
+    elif _may_move(rule, origin, draft):
         draft.pop(new)
         draft.set(new, changed, f"{origin} ({rule.old})")
     else:
@@ -397,17 +379,10 @@ def _move(rule: Rule, new: str, setting: Any, origin: str, draft: Draft) -> None
             f"{origin}: {rule.old} = {setting!r} gives way to {new} [{draft.origin(new)}]"
         )
         return
-    draft.notes.append(_note(rule, setting, changed, also, origin))
 
-
-def _check_refused(rule: Rule, setting: Any, origin: str) -> None:
-    refused = rule.refused
-    instead = refused.get(str(setting)) if isinstance(refused, Mapping) else refused
-    if instead is not None:
-        raise ValueError(
-            f"got {rule.old} = {setting!r} of Open-Sora; expected a key that can be translated; "
-            f"{instead} [{origin}]"
-        )
+    settings = ", ".join(f"{key} = {more!r}" for key, more in {new: changed, **also}.items())
+    note = f" ({rule.note})" if rule.note else ""
+    draft.notes.append(f"{origin}: {rule.old} = {setting!r} is {settings} here{note}")
 
 
 def _changed(rule: Rule, setting: Any, draft: Draft, origin: str) -> Any:
@@ -433,7 +408,7 @@ def _known(table: Mapping[Any, Any], setting: Any) -> bool:
     return isinstance(setting, (str, bool, int)) and setting in table
 
 
-def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
+def _may_move(rule: Rule, origin: str, draft: Draft) -> bool:
     """True if the value may be moved: the new key is free, or the old one is on the command line.
 
     Conversions and frozen parameters are added to others, but in a file not to an option's.
@@ -441,6 +416,7 @@ def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
     Raises:
         ValueError: if both keys are set in the same place.
     """
+    new = rule.new
     if _is_free(new, draft):
         return True
     if new in ("freeze", "convert"):
@@ -457,19 +433,6 @@ def _may_move(rule: Rule, new: str, origin: str, draft: Draft) -> bool:
 def _is_free(key: str, draft: Draft) -> bool:
     """True if nothing is set; on the command line, None is a value."""
     return draft.get(key) is None and key_of(key) not in draft.overridden
-
-
-def _note(rule: Rule, setting: Any, changed: Any, also: dict[str, Any], origin: str) -> str:
-    parts = [f"{rule.old} = {setting!r}"]
-    if rule.new != rule.old:
-        parts.append(f"is {rule.new} = {changed!r} here")
-    elif changed != setting:
-        parts.append(f"is {changed!r} here")
-    if also:
-        parts.append("with " + ", ".join(f"{key} = {more!r}" for key, more in also.items()))
-    if rule.note:
-        parts.append(f"({rule.note})")
-    return f"{origin}: {' '.join(parts)}"
 
 
 def _move_into_prompts(draft: Draft) -> None:

@@ -6,7 +6,7 @@ from .cache import CachedClip, CachedFeatures
 from .dataset import Clip, ClipShape, CorruptSample, ExtraFiles, Sample, VideoTextDataset
 from .index import find_files, index_files
 from .limits import Limits
-from .loader import StepLoader
+from .loader import RequestLoader, StepLoader
 from .manifest import Entry, Manifest, write_manifest
 from .sampler import BatchPlan, MicroBatch, MicroBatchPlan, ReadRequest, ReplicaBatches
 from .schedule import Assigned, ScheduledBatches
@@ -32,6 +32,7 @@ __all__ = [
     "MicroBatchPlan",
     "ReadRequest",
     "ReplicaBatches",
+    "RequestLoader",
     "Sample",
     "ScheduledBatches",
     "StepLoader",

@@ -1,4 +1,16 @@
-"""A dataset of precomputed latents and text features; ``cache_files`` describes its files.
+"""A feature cache: precomputed latents and text features, as a dataset.
+
+    cache/
+      index.json                the fingerprint, sizes of latents, names and checksums of the shards
+      clips.jsonl               the manifest that the features were made of
+      shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w],
+      "text/<clip>" [tokens, W], "extra/<clip>/<frames>x<height>x<width>/<name>" for further inputs
+      of a derived model, and for each record "crc32/<record>": a checksum of each latent frame, or
+      of the whole record
+
+Clips are numbered by their line in the manifest. The header of a shard lists as JSON its clips and
+those that could not be read. Numbers are kept in 16 bits where that loses nothing. The JSON of
+header and index holds a checksum of itself.
 
 Legend: c latent channels, f x h x w latent size, W width of text features.
 """
@@ -6,31 +18,59 @@ Legend: c latent channels, f x h x w latent size, W width of text features.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .cache_files import (
-    INDEX,
-    MANIFEST,
-    DamagedRecordError,
-    Key,
-    Shard,
-    damaged_index,
-    damaged_record,
-    extra_name,
-    latents_name,
-    parse_shape,
-    read_index,
-    read_record,
-    text_name,
-)
+from opensora_sp.common.files import parse_json, read_json
+
 from .dataset import ClipShape, CorruptSample, ExtraFiles, Sample
 from .manifest import Manifest
+
+INDEX, MANIFEST = "index.json", "clips.jsonl"
+CHECKSUM = "crc32"
+Key = tuple[int, ClipShape]
+"""A clip, and the shape that it was cut to."""
+ShapeName = Annotated[str, Field(pattern="^[0-9]{1,9}x[0-9]{1,9}x[0-9]{1,9}$")]
+# A name in the folder itself.
+ShardName = Annotated[str, Field(pattern="^shard-[0-9]{6,9}.safetensors$")]
+Side = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class DamagedRecordError(ValueError):
+    """A record of a feature cache is not what was written. Unlike a corrupt clip, it ends a run."""
+
+
+class Index(BaseModel):
+    """Content of ``index.json``."""
+
+    format: Literal[3] = 3
+
+    made_of: dict[str, Any]
+    """The fingerprint, see ``features.cached.made_of``."""
+
+    source: dict[Literal["channels", "width", "max_length"], int]
+
+    sizes: dict[ShapeName, tuple[Side, Side, Side]]
+    """By shape, f, h, w."""
+
+    shards: dict[ShardName, int]
+    """By the name of the file, the checksum in its header."""
+
+    manifest_columns: dict[str, str]
+    """``Manifest.fingerprint`` of the manifest that the cache was made of."""
+
+    manifest_sha256: str
+    """Of the copy of the manifest."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +87,42 @@ class CachedClip:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The header of one shard file."""
+
+    path: Path
+    checksum: int
+    made_of: dict[str, Any]  # the fingerprint
+    clips: dict[Key, tuple[float, int]]  # frame rate, and tokens of the caption
+    corrupt: dict[Key, CorruptSample]
+
+    @classmethod
+    def read(cls, path: Path) -> Shard:
+        """Read it without the tensors.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        clips, corrupt = {}, {}
+        try:
+            with safe_open(path, "pt") as file:
+                header = parse_json(file.metadata()["clips"], f"the header of {path}")
+            check_seal(header)
+            for clip, shape, fps, tokens in header["clips"]:
+                clips[int(clip), parse_shape(shape)] = float(fps), int(tokens)
+            for clip, shape, source, reason in header["corrupt"]:
+                corrupt[int(clip), parse_shape(shape)] = CorruptSample(source, reason)
+            return cls(path, header[CHECKSUM], header["made_of"], clips, corrupt)
+        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
+                "cache; remove it and run opensora-sp precompute again"
+            ) from None
+
+
 class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
     """Clips of a feature cache, indexed by ``Sample``. Corrupt ones are ``CorruptSample``s.
 
@@ -59,7 +135,6 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
     Attributes:
         sizes: of the latents of each shape: f, h, w.
         latents: by shape and clip, the shard and the frame rate.
-        texts: by clip, the shard and the number of tokens of its caption.
 
     Raises:
         ValueError: if the cache is not finished, or its index or a header is damaged.
@@ -71,56 +146,34 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         self.index = read_index(self.folder)
         self.rows = Manifest(self.folder / MANIFEST)
         self.sizes: dict[ClipShape, tuple[int, int, int]] = {}
+        for shape_text, size in self.index.sizes.items():
+            self.sizes[parse_shape(shape_text)] = size
         self.latents: dict[ClipShape, dict[int, tuple[Path, float]]] = {}
-        self.texts: dict[int, tuple[Path, int]] = {}
         self.corrupt: dict[Key, CorruptSample] = {}
-        try:
-            for name, (frames, height, width) in self.index["sizes"].items():
-                self.sizes[parse_shape(name)] = int(frames), int(height), int(width)
-            outdated = [(int(clip), parse_shape(shape)) for clip, shape in self.index["outdated"]]
-            checksums = dict(self.index["shards"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise damaged_index(self.folder, repr(error)) from None
+        self._tokens: dict[int, int] = {}
 
-        for name, checksum in checksums.items():
+        for name, checksum in self.index.shards.items():
             shard = Shard.read(self.folder / name)
             if shard.checksum != checksum:
                 raise damaged_record(shard.path, "clips", "the index has another checksum of it")
-            self._add(shard)
-        self._remove(outdated)
+            self.corrupt |= shard.corrupt
+            for (clip, shape), (fps, tokens) in shard.clips.items():
+                self.latents.setdefault(shape, {})[clip] = shard.path, fps
+                self._tokens[clip] = tokens
 
-        # They would be found in the middle of a training.
-        for shape, clips in self.latents.items():
-            if shape not in self.sizes or not clips.keys() <= self.texts.keys():
-                raise damaged_index(self.folder, "clips without size of latents, or caption")
-
-    def _add(self, shard: Shard) -> None:
-        """Take over what a shard holds, in place of what former shards hold of the same clips."""
-        for clip, tokens in shard.texts.items():
-            self.texts[clip] = shard.path, tokens
-        for (clip, shape), rate in shard.fps.items():
-            self.latents.setdefault(shape, {})[clip] = shard.path, rate
-        for key, why in shard.corrupt.items():
-            self.corrupt[key] = CorruptSample(*why)
-
-    def _remove(self, outdated: list[Key]) -> None:
-        for clip, shape in outdated:
-            self.latents.get(shape, {}).pop(clip, None)
-        # Encoded by one run, and not readable in another one.
-        for clip, shape in list(self.corrupt):
-            if clip in self.latents.get(shape, {}):
-                del self.corrupt[clip, shape]
+        # It would be found in the middle of a training.
+        if not self.latents.keys() <= self.sizes.keys():
+            raise damaged_index(self.folder, "clips without a size of latents")
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """``Manifest.fingerprint`` of the manifest that the cache was made of."""
-        columns: dict[str, str] = self.index["manifest_columns"]
-        return columns
+        return self.index.manifest_columns
 
     @property
     def index_digest(self) -> str:
         """A digest of the index, and with it of the headers of all shards."""
-        return hashlib.sha256((self.folder / INDEX).read_bytes()).hexdigest()[:16]
+        return file_digest(self.folder / INDEX)[:16]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -128,32 +181,29 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
     def known(self, shape: ClipShape) -> np.ndarray:
         """The clips that have latents of a shape, or are known to be corrupt."""
         clips = sorted(self.latents.get(shape, {}))
-        clips += [clip for clip, at in self.corrupt if at == shape]
+        clips += [clip for clip, cut_to in self.corrupt if cut_to == shape]
         return np.array(clips, dtype=np.int64)
 
     def text_length(self, clip: int) -> int:
         """Tokens of a clip's caption; 0 for a clip that could not be read in any shape."""
-        _, tokens = self.texts.get(clip, (None, 0))
-        return tokens
+        return self._tokens.get(clip, 0)
 
     def __getitem__(self, sample: Sample) -> CachedClip | CorruptSample:
-        corrupt = self.corrupt.get((sample.clip, sample.shape))
-        if corrupt is not None:
-            return corrupt
+        key = sample.clip, sample.shape
+        if key in self.corrupt:
+            return self.corrupt[key]
 
         shard, fps = self.latents[sample.shape][sample.clip]
         size = self.sizes[sample.shape]
         first, stop = sample.frames or (0, size[0])
-        name = latents_name((sample.clip, sample.shape))
-        latents = read_record(shard, name, slice(first, stop))
+        latents = read_record(shard, latents_name(key), slice(first, stop))
         if latents.shape[1:] != (len(range(size[0])[first:stop]), *size[1:]):
-            raise _of_another_shape(shard, name, latents)
+            raise _of_another_shape(shard, latents_name(key), latents)
 
         text, extra = None, dict[str, Tensor]()
         if first == 0:
-            text_shard, _ = self.texts[sample.clip]
-            text = read_record(text_shard, text_name(sample.clip))
-            extra = self._read_extra(shard, (sample.clip, sample.shape))
+            text = read_record(shard, text_name(sample.clip))
+            extra = self._read_extra(shard, key)
         return CachedClip(latents, text, fps, extra)
 
     def _read_extra(self, shard: Path, key: Key) -> dict[str, Tensor]:
@@ -168,5 +218,185 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         return inputs
 
 
+def shard_content(
+    made_of: dict[str, Any], clips: Mapping[Key, CachedClip], corrupt: Mapping[Key, CorruptSample]
+) -> bytes:
+    """The bytes of a shard file with these whole clips; a caption is kept once for each clip."""
+    from safetensors.torch import save
+
+    records: dict[str, Tensor] = {}
+    header: dict[str, Any] = {"made_of": made_of, "clips": [], "corrupt": []}
+    for key, clip in clips.items():
+        assert clip.text is not None
+        header["clips"].append([key[0], shape_name(key[1]), clip.fps, len(clip.text)])
+        records[latents_name(key)] = in_fewest_bits(clip.latents)
+        records[text_name(key[0])] = in_fewest_bits(clip.text)
+        for name, x in clip.extra.items():
+            records[extra_name(key, name)] = in_fewest_bits(x)
+    for (number, shape), sample in corrupt.items():
+        header["corrupt"].append([number, shape_name(shape), sample.path, sample.reason])
+
+    sums = {}
+    for name, record in records.items():
+        sums[f"{CHECKSUM}/{name}"] = torch.tensor(checksums(name, record))
+    return save(records | sums, {"clips": json.dumps(sealed(header))})
+
+
+def latents_name(key: Key) -> str:
+    """The record of a clip's latents."""
+    return f"latents/{key[0]}/{shape_name(key[1])}"
+
+
+def text_name(clip: int) -> str:
+    """The record of the features of a clip's caption."""
+    return f"text/{clip}"
+
+
+def extra_name(key: Key, name: str) -> str:
+    """The record of a further input of a clip."""
+    return f"extra/{key[0]}/{shape_name(key[1])}/{name}"
+
+
+def in_fewest_bits(x: Tensor) -> Tensor:
+    """The same numbers on the CPU, in 16 bits where that loses nothing, as with bf16 encoders."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(x.to(dtype).to(x.dtype), x):
+            return x.to("cpu", dtype).contiguous()
+    return x.cpu().contiguous()
+
+
+def checksums(name: str, record: Tensor, first: int = 0) -> list[int]:
+    """CRC-32 of each frame of latents, or of another record as a whole.
+
+    Args:
+        first: the number of the record's first frame, where it is a part of the latents.
+    """
+    parts = record.unbind(1) if name.startswith("latents/") else [record]
+    sums = []
+    for number, part in enumerate(parts, first):
+        # Of name, dtype and shape as well, so that exchanged records are noticed.
+        start = zlib.crc32(f"{name} {number} {part.dtype} {tuple(part.shape)}".encode())
+        sums.append(zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start))
+    return sums
+
+
+def read_record(path: Path, name: str, frames: slice | None = None) -> Tensor:
+    """A record of a shard, or some frames of latents.
+
+    Raises:
+        DamagedRecordError: if the shard cannot be read, or has another record than was written.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            record: Tensor
+            record = file.get_tensor(name) if frames is None else file.get_slice(name)[:, frames]
+            written = file.get_tensor(f"{CHECKSUM}/{name}").tolist()
+    except (SafetensorError, OSError, LookupError, TypeError) as error:
+        raise damaged_record(path, name, str(error)) from None
+
+    first, stop = (0, None) if frames is None else (frames.start, frames.stop)
+    if checksums(name, record, first) != written[first:stop]:
+        raise damaged_record(path, name, "its checksum differs")
+    return record
+
+
+def damaged_record(path: Path, name: str, reason: str) -> DamagedRecordError:
+    """The error of a record that is not the one that was written."""
+    return DamagedRecordError(
+        f"got the record {name!r} of {str(path)!r}, which is damaged ({reason}); expected what was "
+        "written; remove this file and run opensora-sp precompute again, which encodes its clips "
+        "anew"
+    )
+
+
 def _of_another_shape(shard: Path, name: str, record: Tensor) -> DamagedRecordError:
     return damaged_record(shard, name, f"its shape is {tuple(record.shape)}")
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """JSON content with a checksum of itself."""
+    text = json.dumps(content, sort_keys=True)
+    return {**content, CHECKSUM: zlib.crc32(text.encode())}
+
+
+def check_seal(content: dict[str, Any]) -> None:
+    """Raise ValueError unless the content is the one that its checksum was made of."""
+    unsealed = {key: content[key] for key in content if key != CHECKSUM}
+    if sealed(unsealed) != content:
+        raise ValueError("its checksum differs")
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a cache.
+
+    Raises:
+        ValueError: if there is none, or it is of another format, damaged, or names files that its
+            folder does not have.
+    """
+    if not (folder / INDEX).is_file():
+        raise ValueError(
+            f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
+            f"run opensora-sp precompute CONFIG -o {folder}, which resumes where it was interrupted"
+        )
+    check_files(folder, [INDEX, MANIFEST])
+    try:
+        content = read_json(folder / INDEX)
+        check_seal(content)
+        index = Index.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise damaged_index(folder, f"damaged, or of another format: {reason}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise damaged_index(folder, str(error)) from None
+
+    check_files(folder, index.shards)
+    if index.manifest_sha256 != file_digest(folder / MANIFEST):
+        raise damaged_index(folder, f"of another {MANIFEST}")
+    return index
+
+
+def damaged_index(folder: Path, reason: str) -> ValueError:
+    """The error of an index that is not what was written."""
+    return ValueError(
+        f"got the feature cache {str(folder)!r} with a damaged {INDEX} ({reason}); expected what "
+        f"was written; remove {INDEX} and run opensora-sp precompute again, which makes it from "
+        "the shards"
+    )
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Raise ValueError unless all names belong to regular files of the folder itself."""
+    absent, real_folder = [], folder.resolve()
+    for name in names:
+        if not (folder / name).resolve().is_relative_to(real_folder):
+            raise ValueError(
+                f"got the file {name!r} in the feature cache {str(folder)!r}, which leads out of "
+                "this folder; expected files of the folder itself; do not use a cache from this "
+                "source"
+            )
+        if not (folder / name).is_file():
+            absent.append(name)
+
+    if absent:
+        raise ValueError(
+            f"got the feature cache {str(folder)!r} without {len(absent)} of its files (the first "
+            f"is {absent[0]!r}); expected all of them; copy the rest, or run opensora-sp "
+            "precompute again, which encodes their clips anew"
+        )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, of which a part is in memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def shape_name(shape: Iterable[int]) -> str:
+    return "x".join(str(side) for side in shape)
+
+
+def parse_shape(name: str) -> ClipShape:
+    return ClipShape(*(int(side) for side in name.split("x")))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import active_children
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from opensora_sp.common.tensors import copied_ahead, map_tensors
 from opensora_sp.parallel.rank_groups import RankGroup
 
-from .cache_files import DamagedRecordError
+from .cache import DamagedRecordError
 from .dataset import Sample
 from .sampler import MicroBatch, RankBatches, ReadRequest
 
@@ -101,19 +101,16 @@ class MicroBatchReader(Dataset[LoadedBatch]):
         return LoadedBatch(request.micro_batch, items, draws, group=request.group)
 
 
-class StepLoader:
-    """Iterates over the optimizer steps of ``batches``, as ``StepBatches``.
-
-    A step's ``loaded`` must be exhausted before the next step is asked for. ``waited`` adds up the
-    seconds in which the training waited for the workers.
+class RequestLoader:
+    """Answers ``ReadRequest``s in their order, by worker processes.
 
     Args:
-        dataset: indexed by ``Sample``.
+        dataset: indexed by ``Sample``; its ``rows`` name the file of a clip.
         num_workers: processes that read and draw; 0 reads and draws in this one.
         seed: of the generator from which workers are seeded, so that the global one stays
             untouched.
         draw: what workers call for the random numbers of a micro-batch; by default there are none.
-        device: to which tensors are copied.
+        device: to which ``StepLoader`` copies tensors; for a GPU they are pinned.
         worker_init_fn: called in each worker with its number.
         time_limit: seconds that opening and decoding a clip may take; a worker that makes no
             progress for twice as long, and ``GRACE_SECONDS``, ends the iteration in a ValueError.
@@ -122,7 +119,7 @@ class StepLoader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        batches: RankBatches,
+        requests: Iterable[ReadRequest],
         *,
         num_workers: int,
         seed: int,
@@ -131,19 +128,17 @@ class StepLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         time_limit: float = 60.0,
     ) -> None:
-        self.dataset, self.batches, self.device = dataset, batches, device
-        self.num_workers = num_workers
+        self.dataset, self.num_workers, self.device = dataset, num_workers, device
         # Frames of a clip may be counted before some are decoded.
         self.patience = 2 * time_limit + GRACE_SECONDS
         self._poll_seconds = min(POLL_SECONDS, self.patience)
         self._progress = RawArray("d", 2 * num_workers)
-        self.waited = 0.0
         self._workers: set[BaseProcess] = set()
 
         self._loader: DataLoader[LoadedBatch] = DataLoader(
             MicroBatchReader(dataset, draw, self._progress),
             batch_size=None,
-            sampler=batches,
+            sampler=requests,
             num_workers=num_workers,
             # Of each wait, after which progress is looked at.
             timeout=self._poll_seconds if num_workers else 0,
@@ -155,20 +150,16 @@ class StepLoader:
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def __iter__(self) -> Iterator[StepBatches]:
-        """Starts the workers at once, not with the first step."""
+    def answers(self) -> Iterator[LoadedBatch]:
+        """What workers read, in turns; they start at once, not with the first answer."""
         # DataLoader does not publish its workers.
         others = set(active_children())
         loaded = iter(self._loader)
         self._workers |= set(active_children()) - others
-        return self._steps(copied_ahead(self._received(loaded), self.device))
+        return self._received(loaded)
 
     def _received(self, loaded: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
-        """What workers have read, in turns.
-
-        Raises:
-            ValueError: if the worker whose turn it is makes no progress.
-        """
+        """Raises ValueError if the worker whose turn it is makes no progress."""
         for number in count():
             worker = number % max(1, self.num_workers)
             silent, last = 0.0, None
@@ -211,6 +202,25 @@ class StepLoader:
             # A stopped one would never end.
             if worker.pid is not None and worker.is_alive():
                 os.kill(worker.pid, signal.SIGCONT)
+
+
+class StepLoader(RequestLoader):
+    """Iterates over the optimizer steps of ``batches``, as ``StepBatches``.
+
+    A step's ``loaded`` must be exhausted before the next step is asked for. ``waited`` adds up the
+    seconds in which the training waited for the workers.
+
+    Args:
+        options: see ``RequestLoader``.
+    """
+
+    def __init__(self, dataset: Dataset[Any], batches: RankBatches, **options: Any) -> None:
+        super().__init__(dataset, batches, **options)
+        self.batches, self.waited = batches, 0.0
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        """Starts the workers at once, not with the first step."""
+        return self._steps(copied_ahead(self.answers(), self.device))
 
     def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:

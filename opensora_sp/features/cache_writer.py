@@ -2,8 +2,7 @@
 
 Ranks share the work by shards of some clips each. A shard file appears whole or not at all, so an
 interrupted run resumes with the clips that no shard holds. Corrupt clips are listed with their
-reasons and tried again by the next run. Clips that training would substitute for them are encoded
-as well.
+reasons, and the clips that training would substitute for them are encoded as well.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from opensora_sp.checkpoint import FileSystem
 from opensora_sp.common.console import RANK_LOCAL
@@ -27,28 +24,30 @@ from opensora_sp.common.files import check_writable
 from opensora_sp.config import TrainConfig
 from opensora_sp.data import (
     BatchPlan,
+    CachedClip,
     CachedFeatures,
-    Clip,
     ClipShape,
     CorruptSample,
-    Sample,
+    MicroBatch,
+    ReadRequest,
+    RequestLoader,
     VideoTextDataset,
     write_manifest,
 )
-from opensora_sp.data.cache_files import (
-    FORMAT,
+from opensora_sp.data.cache import (
     INDEX,
     MANIFEST,
-    MANIFEST_CHECKSUM,
-    FileState,
+    Index,
     Key,
     Shard,
-    ShardContent,
     check_files,
-    file_checksum,
+    file_digest,
     sealed,
     shape_name,
+    shard_content,
 )
+from opensora_sp.data.loader import LoadedBatch
+from opensora_sp.data.sampler import whole_request
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_model_file import cost_model_of
 from opensora_sp.runtime.processes import init_worker
@@ -68,7 +67,7 @@ PIXELS_PER_BATCH = 1 << 25
 
 
 def precompute(cfg: TrainConfig, folder: str) -> Path:
-    """Write the feature cache of a config's run, or resume writing it; every rank calls this.
+    """Write the feature cache of a config's run, or what is missing in it; every rank calls this.
 
     It holds the clips of ``cfg.max_steps`` steps, with the ``micro_batches_per_step`` of a run on
     as many processes.
@@ -131,7 +130,7 @@ def check_reproducible(cfg: TrainConfig) -> None:
 
 
 class CacheWriter:
-    """Writes one rank's shards; rank 0 also the index. Creating and ``write`` are collective."""
+    """Writes one rank's shards; rank 0 also the index. ``write`` is collective."""
 
     def __init__(
         self, cfg: TrainConfig, folder: Path, dataset: VideoTextDataset, encoders: Encoders
@@ -141,36 +140,21 @@ class CacheWriter:
         self.disk = FileSystem()
         self.made_of = made_of(cfg, dataset.rows)
 
-        self.former = self.shards()
-        # No rank writes before all have checked.
-        dist.barrier()
-        if self.rank == 0:
-            self.disk.mkdir(folder)
-        dist.barrier()
-
     def write(self, plan: BatchPlan) -> None:
         """Encode until everything that the run uses is written or corrupt; then write the index."""
-        shards, changed = self.former, self._changed()
-        encoded_before: set[Key] = set().union(*(shard.fps for shard in self.former))
         # Substitutes of corrupt clips may be corrupt in turn.
         while True:
-            new_shards = shards[len(self.former) :]
-            new: set[Key] = set().union(*(shard.fps for shard in new_shards))
-            encoded = (encoded_before - changed) | new
-            # What a former run has found to be corrupt is tried again.
-            corrupt: set[Key] = set().union(*(shard.corrupt for shard in new_shards))
-            used = clips_used(plan, self.cfg.max_steps, corrupt - encoded)
-
-            done = encoded | corrupt
+            shards = self.shards()
+            encoded: set[Key] = set().union(*(shard.clips for shard in shards))
+            corrupt: set[Key] = set().union(*(shard.corrupt for shard in shards))
             todo: dict[int, list[ClipShape]] = {}
-            for shape, clips in used.items():
+            for shape, clips in clips_used(plan, self.cfg.max_steps, corrupt).items():
                 for clip in clips.tolist():
-                    if (clip, shape) not in done:
+                    if (clip, shape) not in encoded | corrupt:
                         todo.setdefault(clip, []).append(shape)
             if not todo:
                 break
             self._write_shards(dict(sorted(todo.items())), shards)
-            shards = self.shards()
 
         if not encoded:
             raise ValueError(
@@ -178,7 +162,7 @@ class CacheWriter:
                 "check the manifest"
             )
         if self.rank == 0:
-            self._write_index(list(used), shards, changed - new)
+            self._write_index(shards, {shape for _, shape in encoded | corrupt})
 
     def shards(self) -> list[Shard]:
         """All that are complete, in order.
@@ -187,157 +171,107 @@ class CacheWriter:
             ValueError: if one is damaged, or was made of something else.
         """
         paths = sorted(self.folder.glob("shard-*.safetensors"))
-        if paths:
-            check_files(self.folder, [path.name for path in paths])
+        check_files(self.folder, [path.name for path in paths])
         shards = [Shard.read(path) for path in paths]
         for shard in shards:
             check_made_of(shard.made_of, self.made_of, str(shard.path))
         return shards
 
-    def _changed(self) -> set[Key]:
-        """Encoded clips whose files have another content now. Collective."""
-        states: dict[Key, list[FileState]] = {}
-        for shard in self.former:
-            states |= shard.files
-
-        compared = sorted(states)[self.rank :: self.world]
-        differing = [key for key in compared if not self._has_states(key[0], states[key])]
-        gathered: list[list[Key]] = [[] for _ in range(self.world)]
-        dist.all_gather_object(gathered, differing)
-
-        changed = set(chain.from_iterable(gathered))
-        if changed:
-            message = "%d clips of %s have other files than were encoded: they are encoded again"
-            logger.warning(message, len(changed), self.folder)
-        return changed
-
-    def _has_states(self, clip: int, states: list[FileState]) -> bool:
-        pairs = zip(states, self._files(clip), strict=True)
-        return all(state.is_of(path) for state, path in pairs)
-
-    def _files(self, clip: int) -> list[Path]:
-        """The files that are read for a clip."""
-        rows = self.dataset.rows
-        return [rows[clip].path, *rows.files_of(clip).values()]
-
     def _write_shards(self, todo: dict[int, list[ClipShape]], shards: list[Shard]) -> None:
         """Write this rank's shards; the shards of all ranks together hold ``todo``. Collective."""
-        with_caption: set[int] = set().union(*(shard.texts for shard in shards))
         clips = list(todo)
         parts = [clips[i : i + CLIPS_PER_SHARD] for i in range(0, len(clips), CLIPS_PER_SHARD)]
         # Shards are distributed in turn, so that ranks end together.
-        batches = {}
+        requests = {}
         for number in range(self.rank, len(parts), self.world):
-            batches[number] = self._batches({clip: todo[clip] for clip in parts[number]})
+            requests[number] = _requests({clip: todo[clip] for clip in parts[number]})
 
-        loader = iter(
-            DataLoader(
-                self.dataset,
-                batch_sampler=list(chain.from_iterable(batches.values())),
-                collate_fn=list,
-                num_workers=self.cfg.num_workers,
-                # As StepLoader's.
-                multiprocessing_context="fork" if self.cfg.num_workers else None,
-                generator=torch.Generator().manual_seed(self.cfg.seed),
-                worker_init_fn=init_worker,
-            )
+        loader = RequestLoader(
+            self.dataset,
+            list(chain.from_iterable(requests.values())),
+            num_workers=self.cfg.num_workers,
+            seed=self.cfg.seed,
+            worker_init_fn=init_worker,
+            time_limit=self.cfg.dataset.time_limit,
         )
+        answers = loader.answers()
         # All ranks have listed the same shards before one writes a new one.
         dist.barrier()
-        newest = _number(shards[-1].path) if shards else -1
-        for number, batches_of_shard in batches.items():
-            self._write_shard(newest + 1 + number, batches_of_shard, loader, with_caption)
-            done, total = len(shards) + number + 1, len(shards) + len(parts)
-            logger.info("feature cache: shard %d of %d", done, total)
+        self.disk.mkdir(self.folder)
+        first = 1 + max((int(shard.path.stem.split("-")[1]) for shard in shards), default=-1)
+        for number, requests_of_shard in requests.items():
+            self._write_shard(first + number, requests_of_shard, answers)
+            logger.info("feature cache: shard %d of %d", number + 1, len(parts))
         dist.barrier()
-
-    def _batches(self, todo: dict[int, list[ClipShape]]) -> list[list[Sample]]:
-        """Batches to read and encode together: clips of one shape, as many as fit."""
-        by_shape: dict[ClipShape, list[int]] = {}
-        for clip, shapes in todo.items():
-            for shape in shapes:
-                by_shape.setdefault(shape, []).append(clip)
-
-        batches = []
-        for shape, clips in sorted(by_shape.items()):
-            size = max(1, PIXELS_PER_BATCH // math.prod(shape))
-            for first in range(0, len(clips), size):
-                batches.append([Sample(clip, 0, shape) for clip in clips[first : first + size]])
-        return batches
 
     @torch.no_grad()
     def _write_shard(
-        self,
-        number: int,
-        batches: list[list[Sample]],
-        loader: Iterator[list[Any]],
-        with_caption: set[int],
+        self, number: int, requests: Sequence[ReadRequest], answers: Iterator[LoadedBatch]
     ) -> None:
-        """Encode the clips of one shard, and the captions not yet in ``with_caption``."""
-        content = ShardContent(self.made_of)
-        for samples in batches:
-            read: dict[Key, Clip] = {}
-            for sample, clip in zip(samples, next(loader), strict=True):
+        """Encode the clips of one shard, whose batches come next in ``answers``."""
+        clips: dict[Key, CachedClip] = {}
+        corrupt: dict[Key, CorruptSample] = {}
+        for request in requests:
+            read = {}
+            for sample, clip in zip(request.samples, next(answers).items, strict=True):
+                key = sample.clip, sample.shape
                 if isinstance(clip, CorruptSample):
-                    content.corrupt[sample.clip, sample.shape] = clip.path, clip.reason
+                    corrupt[key] = clip
                     message = "skipped in the feature cache: %s (%s)"
                     logger.warning(message, clip.path, clip.reason, extra=RANK_LOCAL)
                 else:
-                    read[sample.clip, sample.shape] = clip
+                    read[key] = clip
 
-            encoded = self.encoders.latents(list(read.values()))
-            content.latents |= zip(read, (z.cpu() for z in encoded), strict=True)
-            content.fps |= {key: clip.fps for key, clip in read.items()}
-            content.extra |= {key: clip.extra for key, clip in read.items()}
-            for key in read:
-                content.files[key] = [FileState.of(path) for path in self._files(key[0])]
-
-            new = {key[0]: clip for key, clip in read.items() if key[0] not in with_caption}
-            content.texts |= zip(new, self.encoders.text_features(list(new.values())), strict=True)
-            with_caption.update(new)
+            latents = self.encoders.latents(list(read.values()))
+            texts = self.encoders.text_features(list(read.values()))
+            for (key, clip), z, text in zip(read.items(), latents, texts, strict=True):
+                clips[key] = CachedClip(z.cpu(), text.cpu(), clip.fps, clip.extra)
 
         path = self.folder / f"shard-{number:06d}.safetensors"
-        self.disk.write_file(path, content.to_bytes())
+        self.disk.write_file(path, shard_content(self.made_of, clips, corrupt))
 
-    def _write_index(self, used: list[ClipShape], shards: list[Shard], outdated: set[Key]) -> None:
-        shapes = set(used)
-        for shard in shards:
-            shapes.update(shape for _, shape in shard.fps)
-
+    def _write_index(self, shards: list[Shard], shapes: set[ClipShape]) -> None:
         # Absolute, so that the cache can be moved.
         entries = (
             entry._replace(path=Path(os.path.realpath(entry.path))) for entry in self.dataset.rows
         )
         write_manifest(self.folder / MANIFEST, entries)
-        source = {}
-        for name in ("channels", "width", "max_length"):
-            source[name] = getattr(self.encoders, name)
-        sizes = {}
-        for shape in sorted(shapes):
-            sizes[shape_name(shape)] = self.encoders.latent_size(shape)
-        index = {
-            "format": FORMAT,
-            "made_of": self.made_of,
-            "source": source,
-            "sizes": sizes,
-            "shards": {shard.path.name: shard.checksum for shard in shards},
-            # Their files have another content now.
-            "outdated": [[clip, shape_name(shape)] for clip, shape in sorted(outdated)],
-            "manifest_columns": self.dataset.fingerprint,
-            MANIFEST_CHECKSUM: file_checksum(self.folder / MANIFEST),
-        }
-        self.disk.write_file(self.folder / INDEX, (json.dumps(sealed(index)) + "\n").encode())
+        index = Index(
+            made_of=self.made_of,
+            source={
+                "channels": self.encoders.channels,
+                "width": self.encoders.width,
+                "max_length": self.encoders.max_length,
+            },
+            sizes={shape_name(shape): self.encoders.latent_size(shape) for shape in sorted(shapes)},
+            shards={shard.path.name: shard.checksum for shard in shards},
+            manifest_columns=self.dataset.fingerprint,
+            manifest_sha256=file_digest(self.folder / MANIFEST),
+        )
+        text = json.dumps(sealed(index.model_dump(mode="json"))) + "\n"
+        self.disk.write_file(self.folder / INDEX, text.encode())
 
         cache = CachedFeatures(str(self.folder))
         logger.info(
-            "feature cache %s: latents of %d clips in %d shapes, %d captions, %d corrupt",
+            "feature cache %s: latents of %d clips in %d shapes, %d corrupt",
             self.folder,
             sum(map(len, cache.latents.values())),
             len(cache.sizes),
-            len(cache.texts),
             len(cache.corrupt),
         )
 
 
-def _number(shard: Path) -> int:
-    return int(shard.stem.removeprefix("shard-"))
+def _requests(todo: dict[int, list[ClipShape]]) -> list[ReadRequest]:
+    """Requests to read and encode clips of one shape together, as many as fit."""
+    by_shape: dict[ClipShape, list[int]] = {}
+    for clip, shapes in todo.items():
+        for shape in shapes:
+            by_shape.setdefault(shape, []).append(clip)
+
+    requests = []
+    for shape, clips in sorted(by_shape.items()):
+        size = max(1, PIXELS_PER_BATCH // math.prod(shape))
+        for first in range(0, len(clips), size):
+            ids = tuple(clips[first : first + size])
+            requests.append(whole_request(MicroBatch(0, 0, shape, ids, 0.0)))
+    return requests

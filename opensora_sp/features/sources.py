@@ -130,7 +130,7 @@ class CachedSource:
 
     def __init__(self, dataset: CachedFeatures, device: torch.device) -> None:
         self.dataset, self.sizes, self.device = dataset, dataset.sizes, device
-        source: dict[str, int] = dataset.index["source"]
+        source = dataset.index.source
         self.channels = self.carried = source["channels"]
         self.width = source["width"]
         self.max_length = source["max_length"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,29 +102,22 @@ def estimator_of(
 def plan(
     cfg: TrainConfig | InferenceConfig,
     num_gpus: int,
-    *,
-    degrees: Mapping[str, Sequence[int]] | None = None,
     **numbers: Any,
 ) -> Plan:
     """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
 
     Args:
-        degrees: see ``bucket_estimates``.
         numbers: see ``estimator_of``.
     """
     run = estimator_of(cfg, num_gpus, **numbers)
-    return Plan(run, list(bucket_estimates(run, degrees or {})))
+    return Plan(run, list(bucket_estimates(run)))
 
 
-def bucket_estimates(
-    run: RunEstimator, degrees: Mapping[str, Sequence[int]]
-) -> Iterator[BatchEstimate]:
+def bucket_estimates(run: RunEstimator) -> Iterator[BatchEstimate]:
     """Estimate one bucket after the other, which takes about half a second each.
 
-    Args:
-        degrees: by bucket, the numbers of ranks that share its batches, each of which is estimated.
-            A bucket that is not in has the config's, or with ``sp_size="auto"`` the fewest that its
-            batches fit on.
+    Ranks that share a batch are the config's, or with ``sp_size="auto"`` the fewest that it fits
+    on.
 
     Raises:
         ValueError: if a batch size is chosen when the run starts.
@@ -135,8 +128,7 @@ def bucket_estimates(
                 f"got bucket_config with batch sizes that a run chooses at its start ({name}); "
                 "expected numbers; pass --fit with the memory of a GPU, such as --fit 80GB"
             )
-        for ranks in degrees.get(name) or [ranks_of_bucket(name, batch, run)]:
-            yield _estimate(run, batch, ranks)
+        yield _estimate(run, batch, ranks_of_bucket(name, batch, run))
 
 
 def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int) -> BatchEstimate:

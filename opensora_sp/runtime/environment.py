@@ -79,12 +79,6 @@ class Launch:
                 f"of processes less one, over all hosts and on this one; {ADVICE}"
             )
 
-        port = self.master[1]
-        if not 0 < port < 65536:
-            raise ValueError(
-                f"got MASTER_PORT {port}; expected 1 to 65535; choose a free one, such as 29500"
-            )
-
     @property
     def spans_hosts(self) -> bool:
         """True if some ranks run on other hosts, as far as the launcher's variables show."""
@@ -94,30 +88,6 @@ class Launch:
     def hosts_store(self) -> bool:
         """True if it is this process that listens at ``master``."""
         return self.rank == 0 and not self.agent_store
-
-    def check_master(self) -> None:
-        """Check the address of the first host.
-
-        Raises:
-            ValueError: if it cannot be resolved, or is this host's loopback address while other
-                hosts have ranks.
-        """
-        host, port = self.master
-        try:
-            addresses = resolve(host, port)
-        except OSError as error:
-            raise ValueError(
-                f"got MASTER_ADDR {host!r}, which {socket.gethostname()} cannot resolve "
-                f"({error.strerror or error}); expected a name or address of the first host that "
-                "all hosts know; pass --master_addr ADDRESS"
-            ) from None
-
-        if self.spans_hosts and all(map(is_loopback, addresses)):
-            raise ValueError(
-                f"got MASTER_ADDR {host!r}, which resolves to {socket.gethostname()} itself, with "
-                "ranks on several hosts; expected an address of the first host that the others "
-                "reach; pass --master_addr ADDRESS"
-            )
 
 
 def resolve(host: str, port: int | None = None) -> list[str]:

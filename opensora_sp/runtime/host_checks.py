@@ -21,7 +21,6 @@ def check_machine(launch: Launch) -> None:
     """Raise ValueError if the ranks of this host cannot start: devices, interfaces, addresses."""
     check_devices(launch)
     check_interfaces()
-    launch.check_master()
     if launch.spans_hosts:
         check_own_address(launch.master)
 
@@ -52,8 +51,6 @@ def check_devices(launch: Launch | None = None) -> None:
                 f"GPUs (CUDA_VISIBLE_DEVICES={visible}); expected at most one rank for each; lower "
                 "--nproc_per_node"
             )
-        for number in range(count):
-            check_architectures(number)
         return
 
     if visible in ("", "-1", "NoDevFiles"):
@@ -72,39 +69,6 @@ def check_devices(launch: Launch | None = None) -> None:
     )
 
 
-def check_architectures(number: int) -> None:
-    """Raise ValueError if torch was built without kernels that run on a GPU of this host."""
-    built = torch.cuda.get_arch_list()
-    capability = torch.cuda.get_device_capability(number)
-    # Builds without CUDA's compiler list none.
-    if not built or any(_runs_on(capability, architecture) for architecture in built):
-        return
-    version = "{}.{}".format(*capability)
-    raise ValueError(
-        f"got the GPU {torch.cuda.get_device_name(number)} (cuda:{number}, compute capability "
-        f"{version}) on {socket.gethostname()}, for which torch {torch.__version__} has no kernels "
-        f"(it has {', '.join(built)}); expected a torch that was built for {version}; run pip "
-        "install --upgrade torch, or choose other GPUs by CUDA_VISIBLE_DEVICES"
-    )
-
-
-def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
-    """True if code for an architecture, such as "sm_90a" or "compute_120", runs on a GPU.
-
-    Binaries (sm) run on GPUs of the same major version that are as new, PTX (compute) on all that
-    are as new. What ends in "a" runs on exactly one, in "f" on all of a major version.
-    """
-    kind, _, name = architecture.partition("_")
-    number = name.rstrip("af")
-    if not number.isdigit():
-        return False
-    built = divmod(int(number), 10)
-    if name.endswith("a"):
-        return capability == built
-    same_major = capability[0] == built[0]
-    return capability >= built and (same_major or (kind == "compute" and name == number))
-
-
 def interfaces() -> dict[str, list[str]]:
     """Names of this host's network interfaces, and the IP addresses of each."""
     internet = (socket.AF_INET, socket.AF_INET6)
@@ -115,41 +79,17 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def check_interfaces() -> None:
-    """Raise ValueError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no usable interface."""
+    """Raise ValueError if GLOO_SOCKET_IFNAME names an interface without an address."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    names = [name.strip() for name in named.split(",")] if named else []
     known = interfaces()
-    usable = {name for name, addresses in known.items() if addresses}
-
-    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    names = [name.strip() for name in gloo.split(",")] if gloo else []
-    unusable = [name for name in names if name not in usable]
+    unusable = [name for name in names if not known.get(name)]
     if unusable:
-        raise _unusable_interface("GLOO_SOCKET_IFNAME", unusable[0], known)
-
-    nccl = os.environ.get("NCCL_SOCKET_IFNAME")
-    if nccl and not _nccl_interfaces(nccl, usable):
-        raise _unusable_interface("NCCL_SOCKET_IFNAME", nccl, known)
-
-
-def _unusable_interface(variable: str, name: str, known: dict[str, list[str]]) -> ValueError:
-    choices = ", ".join(
-        f"{other} ({', '.join(addresses[:2]) or 'no address'})"
-        for other, addresses in known.items()
-    )
-    return ValueError(
-        f"got {variable}={os.environ[variable]} on {socket.gethostname()}, where no interface "
-        f"{name!r} has an address; expected one of {choices}; set {variable} to the one that "
-        "reaches the other hosts, or unset it"
-    )
-
-
-def _nccl_interfaces(selection: str, names: set[str]) -> set[str]:
-    """The interfaces that NCCL selects: by prefix, ``=`` exactly these, ``^`` all but these."""
-    exact = selection.startswith(("=", "^="))
-    patterns = tuple(name for name in selection.lstrip("=^").split(",") if name)
-    matching = {
-        name for name in names if (name in patterns if exact else name.startswith(patterns))
-    }
-    return names - matching if selection.startswith("^") else matching
+        raise ValueError(
+            f"got GLOO_SOCKET_IFNAME={named} on {socket.gethostname()}, where no interface "
+            f"{unusable[0]!r} has an address; expected one of {', '.join(known)}; set it to the "
+            "one that reaches the other hosts, or unset it"
+        )
 
 
 def check_own_address(master: tuple[str, int]) -> None:

@@ -50,12 +50,12 @@ def end_with_launchers() -> None:
     # The kernel watches the parent, which may be torchrun.
     set_parent_death_signal(signal.SIGKILL)
 
-    # It had no effect if the parent had exited before, and does not reach further ancestors.
+    # That does not reach further ancestors.
     watched = launchers()
     threading.Thread(target=_end_with, args=(watched,), name="launchers", daemon=True).start()
 
 
-def _end_with(watched: list[psutil.Process | None]) -> None:
+def _end_with(watched: list[psutil.Process]) -> None:
     while all(map(is_alive, watched)):
         time.sleep(INTERVAL)
 
@@ -85,78 +85,37 @@ def set_parent_death_signal(number: int) -> int:
     return previous.value
 
 
-def is_alive(process: psutil.Process | None) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """True if a process still runs; one that has exited may remain as a zombie."""
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     try:
-        return bool(
-            process is not None
-            and process.is_running()
-            and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        )
+        return bool(process.is_running() and process.status() not in ended)
     except psutil.Error:
         return False
 
 
-def launchers() -> list[psutil.Process | None]:
+def launchers() -> list[psutil.Process]:
     """The ``torchrun`` that started this process and, if there is one, its ``colossalai run``.
 
     ``torchrun`` is the nearest ancestor without ``RUN_ID`` in its environment, which it sets for
     its ranks: between them may be a shell script. It may be out of sight in an outer PID namespace.
     ``colossalai run`` (0.5.0) is the parent of a copy of itself for each node, which starts
     ``torchrun`` there. It ends alone and leaves the others running, so the process that the user
-    started is returned. None stands for one that has exited already. Other ancestors are not
-    watched: a shell may end while what it started keeps running.
+    started is returned. Other ancestors are not watched: a shell may end while what it started
+    keeps running.
     """
     if RUN_ID not in os.environ:
         return []
 
-    ancestors = _ancestors()
-    # A process that adopts orphans is in its place once it has exited.
-    above_ranks = (process for process in ancestors if not _has_run_id(process))
-    torchrun = [None if _adopts_orphans(process) else process for process in above_ranks][:1]
-    colossalai: list[psutil.Process | None] = list(filter(_is_colossalai, ancestors))
-    above = [process for process in ancestors if process not in torchrun and _runs_python(process)]
-    # Only the copy is left. Since Python 3.14 a server of multiprocessing forks the copy, which
-    # then has that server's command line: a single match is what the user started.
-    if len(colossalai) == 1 and above[:1] == colossalai:
-        colossalai.append(None)
-    return [*torchrun, *colossalai[-1:]]
-
-
-def _ancestors() -> list[psutil.Process]:
-    """The parent of this process, its parent, and so on, up to one that has exited."""
-    ancestors = []
-    with suppress(psutil.Error):
-        process = psutil.Process().parent()
-        while process is not None:
-            ancestors.append(process)
-            process = process.parent()
-    return ancestors
-
-
-def _runs_python(process: psutil.Process) -> bool:
-    """True if its program is a Python interpreter, whatever title the process has set."""
-    with suppress(psutil.Error, IndexError):
-        try:
-            program = process.exe()
-        except psutil.AccessDenied:
-            # The process belongs to another user.
-            program = process.cmdline()[0]
-        # The executable of a framework build on macOS is ``Python``.
-        return Path(program).name.lower().startswith("python")
-    return False
+    ancestors = psutil.Process().parents()
+    above_ranks = [process for process in ancestors if not _has_run_id(process)]
+    colossalai = [process for process in above_ranks[1:] if _is_colossalai(process)]
+    return [*above_ranks[:1], *colossalai[-1:]]
 
 
 def _has_run_id(process: psutil.Process) -> bool:
     with suppress(psutil.Error, OSError):
         return RUN_ID in process.environ()
-    return False
-
-
-def _adopts_orphans(process: psutil.Process) -> bool:
-    """True for the first process, or the systemd of a user."""
-    with suppress(psutil.Error):
-        return bool(process.pid == 1 or process.name() == "systemd")
     return False
 
 

@@ -1,15 +1,39 @@
-"""Reports of ranks that join the rendezvous, and reasons why a set of ranks cannot start."""
+"""Facts of ranks that join the rendezvous, and reasons why a set of ranks cannot start.
+
+Versions, the source code itself and the kind of device must be equal on all ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
 from itertools import starmap
+from pathlib import Path
 from typing import Any
 
+import torch
+
+import opensora_sp
 from opensora_sp.common.files import parse_json
 
+PACKAGE = Path(opensora_sp.__file__).parent
+PACKAGES = (
+    "colossalai",
+    "flash-attn",
+    "flash-attn-3",
+    "triton",
+    "einops",
+    "safetensors",
+    "transformers",
+    "diffusers",
+    "av",
+)
+ABSENT = "not installed"
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 MAX_RANKS = 8  # that a message lists
 # What to do about differences in a field of ``RankInfo``.
@@ -116,3 +140,36 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """Twelve hex digits of the SHA-256 of this package's source files and their names."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix().encode()
+        digest.update(name + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """Versions by name, read without importing any package that takes seconds to load."""
+    return {
+        "opensora-sp": f"{opensora_sp.__version__} (source {source_digest()})",
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        **{name: installed(name) for name in PACKAGES},
+    }
+
+
+def installed(package: str) -> str:
+    """Version of a package, or ``ABSENT``."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ABSENT
+
+
+def device_kind() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

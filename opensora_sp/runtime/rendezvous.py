@@ -32,13 +32,14 @@ from .rank_info import (
     RANKS_OF_HOST,
     UNSET,
     RankInfo,
+    device_kind,
     find_conflict,
     find_differences,
     format_ranks,
+    versions,
 )
 from .run_store import BoundedStore, Place, RunStore
 from .timeouts import backend_timeout
-from .versions import device_kind, versions
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
@@ -234,26 +235,18 @@ class Rendezvous:
                 joined.append(info)
                 error = find_conflict(joined)
 
-        error = error or find_differences(joined) or self._host_store(joined)
-        place = None if self.hosted is None else self.hosted.place
+        error = error or find_differences(joined)
+        place = None if error else self._host_store(joined)
         self.store.set(VERDICT, json.dumps([error, place and asdict(place)]))
         return error, place
 
-    def _host_store(self, joined: list[RankInfo]) -> str:
-        """Host the store of the run; returns why this host cannot, empty if it can."""
+    def _host_store(self, joined: list[RankInfo]) -> Place:
+        """Host the store of the run."""
         processes = [info.process for info in sorted(joined, key=lambda info: info.rank)]
         is_one_host = len({machine for machine, _ in processes}) == 1
-        address = os.environ.get("MASTER_ADDR", "")
-        try:
-            address = LOOPBACK if is_one_host else rendezvous_address()
-            self.hosted = RunStore.host(address, processes, self.store.store)
-        except (OSError, RuntimeError) as error:
-            return (
-                f"got {address or 'no MASTER_ADDR'} to listen on for the other ranks, which "
-                f"{self.host} cannot ({first_line(error)}); expected an address of the first host, "
-                "where rank 0 runs; set MASTER_ADDR to it"
-            )
-        return ""
+        address = LOOPBACK if is_one_host else rendezvous_address()
+        self.hosted = RunStore.host(address, processes, self.store.store)
+        return self.hosted.place
 
     def connect(self, place: Place) -> tuple[RunStore, str]:
         """Connect to the store of the run, and wait until all ranks have.

@@ -18,12 +18,11 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from opensora_sp.common.error_file import wait_until, write_error_file
+from opensora_sp.common.error_file import wait_until
 from opensora_sp.common.files import open_regular, parse_json
 
-from .processes import exiting_after, machine_id
+from .processes import machine_id
 
 logger = logging.getLogger(__name__)
 LOCK = "run.lock"
@@ -32,7 +31,6 @@ STALE_AFTER = 120.0  # seconds without one after which the lock of another host 
 # A run that is ending saves first. Who starts twice by mistake should not wait for long.
 LOCAL_WAIT = 30.0  # seconds that a start waits for a live process of this host
 LOOK_INTERVAL = 1.0  # seconds from one look at the lock of another run to the next
-END_TIMEOUT = 10.0  # seconds to report why the process ends
 MAX_BYTES = 10_000  # that are read of a lock
 NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 
@@ -188,17 +186,10 @@ class RunLock:
                 if holder == self._holder:
                     os.utime(self.path)
                 elif holder is not None and not self._released.is_set():
-                    self._end_process()
-
-    def _end_process(self) -> NoReturn:
-        """Two runs that write to a folder would remove each other's checkpoints."""
-        reason = (
-            f"got {str(self.path)!r} replaced while the run held it; expected nobody "
-            "else to change it; see whether another run writes to the folder"
-        )
-        with exiting_after(END_TIMEOUT, status=1):
-            logger.error("%s", reason)
-            write_error_file(reason)
-            # os._exit flushes nothing.
-            logging.shutdown()
-        os._exit(1)
+                    # Two runs that write to a folder would remove each other's checkpoints.
+                    logger.error(
+                        "got %s replaced while the run held it; expected nobody else to change "
+                        "it; see whether another run writes to the folder",
+                        self.path,
+                    )
+                    os._exit(1)

@@ -284,8 +284,7 @@ class Watchdog:
             self._request_stop(self._signals.received)
         for launcher in self._launchers:
             if not is_alive(launcher):
-                process = f" (process {launcher.pid})" if launcher is not None else ""
-                self._request_stop(f"the launcher{process} has exited")
+                self._request_stop(f"the launcher (process {launcher.pid}) has exited")
 
         waited = (self._number - self._stop_number) * INTERVAL
         if self.stop_reason is not None and waited >= self.grace_time:

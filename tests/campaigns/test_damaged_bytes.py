@@ -632,7 +632,7 @@ def test_control_of_a_booster(request: pytest.FixtureRequest, tmp_path: Path) ->
 
 def test_control_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a comparison of checksums."""
-    monkeypatch.setattr("opensora_sp.data.cache_files.checksums", lambda *record: mock.ANY)
+    monkeypatch.setattr("opensora_sp.data.cache.checksums", lambda *record: mock.ANY)
     trials = [Trial("shard-000000.safetensors", "flip", seed) for seed in range(20)]
     with pytest.raises(AssertionError, match="damage was read as if it were whole"):
         check_caches(GOLDEN / "old_feature_cache", tmp_path, trials)

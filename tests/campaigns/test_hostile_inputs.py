@@ -49,8 +49,8 @@ from opensora_sp.data import (
     read_frames,
     read_video,
 )
-from opensora_sp.data.cache_files import FORMAT, ShardContent, file_checksum, sealed
-from opensora_sp.data.cache_files import Shard as CacheShard
+from opensora_sp.data.cache import CachedClip, file_digest, sealed, shard_content
+from opensora_sp.data.cache import Shard as CacheShard
 from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
@@ -548,22 +548,17 @@ def cfg_options(attack: Attack) -> Reader:
 def feature_cache(attack: Attack) -> Reader:
     folder, random = attack.folder, attack.random
     made_of = {"vae.type": "none"}
-    shard = ShardContent(made_of)
-    for clip in range(2):
-        shard.latents[clip, SIZE] = torch.zeros(2, 2, 4, 4)
-        shard.fps[clip, SIZE] = 24.0
-        shard.texts[clip] = torch.zeros(1, 5)
+    cached = CachedClip(torch.zeros(2, 2, 4, 4), torch.zeros(1, 5), 24.0)
     name = "shard-000000.safetensors"
-    (folder / name).write_bytes(shard.to_bytes())
+    (folder / name).write_bytes(shard_content(made_of, {(0, SIZE): cached, (1, SIZE): cached}, {}))
     (folder / "clips.jsonl").write_text('{"path": "/0.mp4", "text": "a"}\n' * 2)
     source = {"channels": 2, "width": 5, "max_length": 4}
     index = {
-        "format": FORMAT,
+        "format": 3,
         "made_of": made_of,
         "source": source,
         "sizes": {"x".join(map(str, SIZE)): [2, 4, 4]},
         "shards": {name: CacheShard.read(folder / name).checksum},
-        "outdated": [],
         "manifest_columns": {},
     }
     if random.random() < 0.3:
@@ -573,7 +568,7 @@ def feature_cache(attack: Attack) -> Reader:
     if random.random() < 0.2:
         (folder / name).unlink()
         (folder / name).symlink_to(attack.outside.secret)
-    index["manifest_crc32"] = file_checksum(folder / "clips.jsonl")
+    index["manifest_sha256"] = file_digest(folder / "clips.jsonl")
     text = json.dumps(sealed(index)).encode()
     place(attack, "index.json", text if random.random() < 0.8 else hostile_json(attack, index))
     return partial(read_cache, folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -21,7 +20,6 @@ from runs import BIN, ROOT, TRAIN, losses, run_forked
 from opensora_sp.cli import main
 from opensora_sp.config import load_either, load_inference_config, load_train_config
 from opensora_sp.data import CachedFeatures, ClipShape, CorruptSample, Sample
-from opensora_sp.data.cache_files import FileState, Shard
 from opensora_sp.data.video import read_video
 from opensora_sp.encoders import PatchPoolVAE
 from opensora_sp.features.build import make_dataset
@@ -113,43 +111,6 @@ def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) ->
     # that are zero at first in the derived model.
     others = train("other", 3, 1)
     assert others[:2] == alone[:2] and others[2] != alone[2]
-
-
-@pytest.mark.slow
-def test_clips_of_changed_files_are_encoded_again(tmp_path: Path) -> None:
-    write_derived(tmp_path)
-    arguments = [tmp_path / "train.py", "-o", tmp_path / "cache"]
-    log = run(tmp_path, "precompute.py", *arguments, ranks=2)
-    assert "encoded again" not in log
-
-    # Another time, another array of the same size, another video.
-    clips = tmp_path / "clips"
-    os.utime(clips / "0.mp4", (0, 0))
-    np.save(clips / "actions-1.npy", np.load(clips / "actions-1.npy") + 1)
-    shutil.copy(clips / "3.mp4", clips / "2.mp4")
-    log = run(tmp_path, "precompute.py", *arguments, ranks=2)
-    assert "2 clips of" in log and "other files than were encoded" in log
-    newest = Shard.read(max((tmp_path / "cache").glob("shard-*")))
-    assert {clip for clip, _ in newest.fps} == {1, 2}
-    with_package(tmp_path, cached, tmp_path)
-    assert "encoded again" not in run(tmp_path, "precompute.py", *arguments, ranks=1)
-
-    # What can no longer be read has no latents, neither the former ones.
-    video = clips / "0.mp4"
-    video.write_bytes(video.read_bytes()[:100])
-    run(tmp_path, "precompute.py", *arguments, ranks=1)
-    with_package(tmp_path, truncated, tmp_path)
-
-
-def test_a_file_is_the_same_by_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    state = FileState.of(path)
-    os.utime(path, (0, 0))
-    assert state.is_of(path) and state.is_of(tmp_path / "gone")
-    for content in (b"xyz", b"wxyz"):
-        path.write_bytes(content)
-        assert not state.is_of(path)
 
 
 def header(text: str) -> bytes:
@@ -254,16 +215,6 @@ def refused_in_loops(folder: Path) -> None:
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with_package(tmp_path, refused, tmp_path)
     with_package(tmp_path, refused_in_loops, tmp_path / "street")
-
-
-def truncated(folder: Path) -> None:
-    cache = CachedFeatures(
-        str(folder / "cache"), load_train_config(folder / "train.py").extra_files
-    )
-    shape = ClipShape(5, 28, 24)
-    assert list(cache.corrupt) == [(0, shape)]
-    assert sorted(cache.latents[shape]) == [1, 2, 3, 4, 5]
-    assert isinstance(cache[Sample(0, 0, shape)], CorruptSample)
 
 
 def cached(folder: Path) -> None:

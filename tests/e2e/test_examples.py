@@ -10,7 +10,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from ranks import free_port
 from runs import ROOT, run_forked
 
 from opensora_sp.cli import COMMANDS
@@ -29,9 +28,6 @@ def run_example(name: str, folder: Path) -> str:
     if name == "studio":
         return served_page(arguments=words[len(prefix) :], folder=folder)
     arguments, ranks = words[len(prefix) :], 2 if is_launched else 1
-    if name == "doctor":
-        # Its default may be in use here.
-        arguments += ["--master-port", str(free_port())]
     done = run_forked("-m", "opensora_sp.cli", *arguments, ranks=ranks, folder=folder)
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -7,10 +7,7 @@ import re
 import socket
 import subprocess
 from collections import namedtuple
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -70,7 +67,6 @@ def test_without_a_launcher_a_process_is_alone() -> None:
         ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK 1, LOCAL_WORLD_SIZE 1 "),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE 8 "),
         ({"WORLD_SIZE": "two"}, "got WORLD_SIZE='two' in the environment; expected an integer"),
-        ({"MASTER_PORT": "0"}, "got MASTER_PORT 0; expected 1 to 65535"),
     ],
 )
 def test_an_environment_that_cannot_be_true_is_refused(
@@ -81,46 +77,14 @@ def test_an_environment_that_cannot_be_true_is_refused(
         Launch.read(given)
 
 
-ADDRESSES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"], "eth1": []}
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "refused"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth0", None),
-        ("GLOO_SOCKET_IFNAME", "eth0,ib0", None),
-        ("GLOO_SOCKET_IFNAME", "eth", "eth"),
-        ("GLOO_SOCKET_IFNAME", "eth1", "eth1"),  # it is there, without an address
-        ("NCCL_SOCKET_IFNAME", "eth,en", None),
-        ("NCCL_SOCKET_IFNAME", "=ib0", None),
-        ("NCCL_SOCKET_IFNAME", "=ib", "=ib"),
-        ("NCCL_SOCKET_IFNAME", "^lo,eth", None),
-        ("NCCL_SOCKET_IFNAME", "^lo,eth,ib", "^lo,eth,ib"),
-        ("NCCL_SOCKET_IFNAME", "bond0", "bond0"),
-    ],
-)
-def test_interfaces_that_variables_name_must_exist(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, refused: str | None
-) -> None:
-    monkeypatch.setattr(host_checks, "interfaces", lambda: ADDRESSES)
-    monkeypatch.setenv(variable, value)
-    if refused is None:
-        host_checks.check_interfaces()
-        return
-    with pytest.raises(ValueError) as reported:
-        host_checks.check_interfaces()
-    assert f"got {variable}={value} on " in str(reported.value)
-    assert f"no interface {refused!r} has an address; " in str(reported.value)
-    assert (
-        "expected one of lo (127.0.0.1), eth0 (10.0.0.5), ib0 (10.1.0.5), eth1 (no address)"
-        in str(reported.value)
-    )
-
-
 def test_the_interfaces_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(host_checks.interfaces()) == {name for _, name in socket.if_nameindex()}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
-    with pytest.raises(ValueError, match="got GLOO_SOCKET_IFNAME=nowhere7"):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    host_checks.check_interfaces()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere7")
+    with pytest.raises(
+        ValueError, match="got GLOO_SOCKET_IFNAME=lo,nowhere7 .* no interface 'nowhere7'"
+    ):
         check_machine(launch())
 
 
@@ -153,71 +117,16 @@ def test_a_gpu_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch)
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
     host_checks.check_devices(launch(local_rank=1))
     with pytest.raises(ValueError, match="got 3 or more ranks on .*, where torch sees 2 GPUs"):
         host_checks.check_devices(launch(local_rank=2))
-
-
-@pytest.mark.parametrize(
-    ("capability", "built", "runs"),
-    [
-        ((8, 6), ["sm_80"], True),
-        ((8, 9), ["sm_75", "sm_80"], True),
-        ((9, 0), ["sm_80"], False),
-        ((9, 0), ["sm_90a"], True),
-        ((10, 0), ["sm_90a", "compute_90a"], False),
-        ((10, 0), ["sm_90", "compute_90"], True),
-        ((12, 0), ["sm_80", "sm_90", "sm_100"], False),
-        ((12, 1), ["sm_120"], True),
-        ((10, 3), ["sm_100f"], True),
-        ((12, 0), ["compute_100f"], False),
-        ((7, 0), ["sm_75", "sm_80", "compute_80"], False),
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), [], True),
-    ],
-)
-def test_torch_must_have_kernels_for_the_gpus(
-    capability: tuple[int, int], built: list[str], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "GPU X")
-    if runs:
-        check_machine(launch())
-        return
-    own = "{}.{}".format(*capability)
-    expected = rf"got the GPU GPU X .*{own}\).* has no kernels .*; run pip install --upgrade torch"
-    with pytest.raises(ValueError, match=expected):
-        check_machine(launch())
-
-
-def on_a_newer_gpu() -> AbstractContextManager[Any]:
-    """As if the GPU of this rank were newer than its torch."""
-    answers = dict(is_available=True, device_count=3, get_arch_list=["sm_90"])
-    answers |= dict(get_device_capability=(12, 0), get_device_name="GPU X")
-    return mock.patch.multiple(
-        torch.cuda, **{name: mock.Mock(return_value=answer) for name, answer in answers.items()}
-    )
 
 
 def test_hosts_must_be_reachable_under_the_names_they_go_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with pytest.raises(ValueError, match="got MASTER_ADDR 'no such host', which .* cannot resolve"):
-        check_machine(launch(master=("no such host", 29500)))
-
     across = launch(local_world_size=1)
-    with pytest.raises(
-        ValueError,
-        match="got MASTER_ADDR '127.0.0.1', which resolves to .* itself, with ranks on several",
-    ):
-        check_machine(across)
-
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     with pytest.raises(
         ValueError,
@@ -274,9 +183,8 @@ def start(port: int, case: str) -> tuple[str | None, str | None]:
 
     if case == "missing":
         os.environ["OPENSORA_SP_JOIN_TIMEOUT"] = "1"
-    no_kernels = case == "no kernels" and rank == 1
     try:
-        with on_a_newer_gpu() if no_kernels else nullcontext(), raise_on_all_ranks():
+        with raise_on_all_ranks():
             if case == "cannot start" and rank == 1:
                 raise ValueError("got no manifest; expected one; write it")
             if case == "breaks" and rank == 0:
@@ -308,7 +216,6 @@ CASES = (
     "world size",
     "rank twice",
     "cannot start",
-    "no kernels",
     "breaks",
     "missing",
 )
@@ -336,10 +243,6 @@ def test_all_ranks_start_or_all_raise_the_same_error() -> None:
     why = "got no manifest; expected one; write it"
     other = ("ValueError", f"rank 1 ({host}) cannot start: {why}")
     assert said["cannot start"] == [other, ("ValueError", why), other]
-
-    (of_one, of_another), *_ = said["no kernels"][1:], said["no kernels"]
-    assert "compute capability 12.0" in of_one[1] and of_one[1] in of_another[1]
-    assert said["no kernels"][0] == of_another and of_another[1].startswith("rank 1 (")
 
     broken = ("ValueError", f"rank 0 ({host}) cannot start: KeyError: 'depth'")
     assert said["breaks"] == [("KeyError", "'depth'"), broken, broken]
@@ -401,12 +304,10 @@ def test_every_sentence_is_explained() -> None:
         "different",
         "to listen on",
         "no connection",
-        "MASTER_ADDR",
         "where no interface",
         "the host name",
         "no GPU that torch can use",
         "where torch sees",
-        "for which torch",
         "/dev/shm",
     ):
         assert word in table and any(word in source for source in sources), word

@@ -222,15 +222,6 @@ def test_of_the_ranks_of_a_host_the_first_to_fail_prints(
     assert json.loads(other.read_text()) == {"message": "", "timestamp": first["timestamp"] + 1}
 
 
-def test_the_marker_of_an_earlier_run_does_not_silence_this_one(torchruns: Path) -> None:
-    marker = torchruns.parent.parent / "first_to_fail"
-    os.symlink(str(2**22 + 1), marker)  # no process has such a number
-    # Set while this process ran: of a rank that has left already.
-    assert not write_error_file("got a")
-    os.utime(marker, (0, 0), follow_symlinks=False)
-    assert write_error_file("got a") and os.readlink(marker) == str(os.getpid())
-
-
 @pytest.mark.parametrize("place", ["mine", "missing/0", "attempt_0", "closed/attempt_0/0"])
 def test_an_error_file_that_is_not_of_torchrun_hides_no_error(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

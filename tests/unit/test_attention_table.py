@@ -30,8 +30,8 @@ from opensora_sp.models.attention_table import (
 )
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.models.stdit_config import STDiT3Config
-from opensora_sp.runtime import versions
-from opensora_sp.runtime.doctor import host_report
+from opensora_sp.runtime.doctor import diagnosis
+from opensora_sp.runtime.rank_info import ABSENT
 
 pytestmark = pytest.mark.core
 BF16 = torch.bfloat16
@@ -266,8 +266,8 @@ def test_the_doctor_names_the_wheels_of_flash_attn_3_on_hopper(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    absent = host_report._faster_attention({"flash-attn-3": versions.ABSENT})
+    absent = diagnosis._faster_attention({"flash-attn-3": ABSENT})
     assert len(absent) == checks
     assert all(check.result.endswith(INSTALL_FLASH3) for check in absent)
-    assert host_report._faster_attention({"flash-attn-3": "3.0.0"}) == []
+    assert diagnosis._faster_attention({"flash-attn-3": "3.0.0"}) == []
     assert INSTALL_FLASH3 in (Path(__file__).parents[2] / "docs/install.md").read_text()

@@ -19,7 +19,7 @@ from opensora_sp.checkpoint import from_pretrained, open_weights, saved_config
 from opensora_sp.checkpoint.tensor_file import ShardIndex
 from opensora_sp.common.files import MAX_BYTES, MAX_DEPTH, parse_json, read_json
 from opensora_sp.data import Manifest
-from opensora_sp.data.cache_files import Shard, read_index
+from opensora_sp.data.cache import Shard, read_index
 from opensora_sp.sampling.prompts import parse_prompt
 from opensora_sp.training.metrics import read_lines
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from opensora_sp.runtime import rendezvous, run_store
 from opensora_sp.runtime.environment import Launch
-from opensora_sp.runtime.versions import device_kind, versions
+from opensora_sp.runtime.rank_info import device_kind, versions
 
 
 @pytest.fixture

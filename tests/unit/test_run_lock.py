@@ -214,7 +214,6 @@ def test_a_run_whose_lock_is_taken_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run_lock, "INTERVAL", 0.1)
-    monkeypatch.setattr(logging, "shutdown", lambda: None)
     with recorded_exits() as codes, RunLock(tmp_path):
         time.sleep(0.3)
         assert not codes
@@ -237,31 +236,6 @@ def test_a_folder_that_is_gone_for_a_while_ends_no_run(
         back = (folder / LOCK).stat().st_mtime_ns
         wait_until(lambda: (folder / LOCK).stat().st_mtime_ns > back)
     assert not codes and not list(folder.iterdir())
-
-
-def test_a_log_that_blocks_keeps_no_process_alive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_lock, "END_TIMEOUT", 0.2)
-    monkeypatch.setattr(logging, "shutdown", lambda: None)
-    unblocked = threading.Event()
-
-    class Blocked(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            unblocked.wait(20)
-
-    handler = Blocked()
-    run_lock.logger.addHandler(handler)
-    try:
-        with recorded_exits() as codes:
-            ending = threading.Thread(target=RunLock(tmp_path)._end_process)
-            ending.start()
-            wait_until(lambda: codes)
-            assert codes == [1] and ending.is_alive()
-            unblocked.set()
-            ending.join(10)
-    finally:
-        run_lock.logger.removeHandler(handler)
 
 
 def test_disks_without_locks_and_without_permission(

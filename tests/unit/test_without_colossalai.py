@@ -29,12 +29,12 @@ try:
     import opensora_sp.plugin
 except ImportError as error:
     sentence = str(error)
-from opensora_sp.runtime.doctor import host_report
+from opensora_sp.runtime.doctor import diagnosis
 from opensora_sp.runtime.doctor.device.ranks import check_zero
 (zero,) = check_zero(None)
-facts = dict.fromkeys((*host_report.PACKAGES, "opensora-sp", "torch", "CUDA of torch"), "")
+facts = dict.fromkeys((*diagnosis.PACKAGES, "opensora-sp", "torch", "CUDA of torch"), "")
 verdicts = [
-    {check.name: check.status for check in host_report._software(facts, trains=trains)}
+    {check.name: check.status for check in diagnosis._software(facts, trains=trains)}
     for trains in (False, True)
 ]
 assert [statuses["ColossalAI"] for statuses in verdicts] == ["warn", "FAIL"]

@@ -3,22 +3,83 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
+import socket
+import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
+
+from opensora_sp.common.importing import check_colossalai
 from opensora_sp.runtime.environment import Launch
+from opensora_sp.runtime.host_checks import (
+    check_devices,
+    check_interfaces,
+    check_own_address,
+    interfaces,
+    shared_memory,
+)
 from opensora_sp.runtime.local_ranks import LocalRanks
+from opensora_sp.runtime.rank_info import ABSENT, PACKAGE, PACKAGES, versions
 
-from .host_report import Check, Report, examine
 from .probe import measure_once, measure_with_all_ranks
 
 PROBE_TIMEOUT = 100  # seconds
+GB = 1e9
+MIN_SHARED_MEMORY = 1 * GB
+
+# Variables that decide how ranks start. No secrets: they are printed.
+SHOWN = re.compile(r"(NCCL|GLOO|CUDA|OMP|TORCH|OPENSORA_SP)_\w+")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a report: what was checked, the facts, the verdict, and what to do."""
+
+    name: str
+    result: str
+    status: Literal["ok", "warn", "FAIL"] = "ok"
+    advice: str = ""
+
+    @classmethod
+    def failed(cls, name: str, message: str) -> Check:
+        """A failed check, of a message "got ...; expected ...; what to do"."""
+        facts, _, advice = message.partition("; ")
+        return cls(name, facts.removeprefix("got "), "FAIL", advice)
+
+    @classmethod
+    def warn_if(cls, problem: bool, name: str, facts: str, advice: str) -> Check:
+        """A warning with advice where there is a problem."""
+        return cls(name, facts, "warn", advice) if problem else cls(name, facts)
+
+    @classmethod
+    def run(cls, name: str, facts: str, check: Callable[[], None]) -> Check:
+        """The result of a check that a run makes as well: the facts, or its error."""
+        try:
+            check()
+        except ValueError as error:
+            return cls.failed(name, str(error))
+        return cls(name, facts)
+
+
+@dataclass
+class Report:
+    """All checks of one host. ``facts`` must be equal on all hosts of a run."""
+
+    host: str
+    checks: list[Check] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,11 +106,10 @@ class Diagnosis:
         return {**first, "hosts": others, "collective": collective, "ok": self.ok}
 
 
-def diagnose(port: int, *, collective: bool, trains: bool) -> Diagnosis | None:
+def diagnose(*, collective: bool, trains: bool) -> Diagnosis | None:
     """Diagnose this host, or with the ranks of a launcher all of their hosts.
 
     Args:
-        port: at which rank 0 of a run would listen.
         collective: start ranks on this host, where no launcher has started any.
         trains: a training is to run.
 
@@ -62,7 +122,7 @@ def diagnose(port: int, *, collective: bool, trains: bool) -> Diagnosis | None:
     launch = Launch.read()
     if launch is not None:
         return _diagnose_all_hosts(launch, trains=trains)
-    report = examine(trains=trains, port=port)
+    report = examine(trains=trains)
     return Diagnosis([report], _try_collective(report.gpus or 2) if collective else None)
 
 
@@ -93,11 +153,10 @@ def _try_collective(nproc: int) -> Check:
             # The message names the log, which is kept.
             message = str(error)
             if is_late.is_set():
-                load, cores = os.getloadavg()[0], os.cpu_count()
                 message = (
-                    f"got no result within {PROBE_TIMEOUT:g} s, at a load of {load:.0f} on {cores} "
-                    f"cores; expected one; try again on an idle host, or look at why a rank hangs "
-                    f"({error})"
+                    f"got no result within {PROBE_TIMEOUT:g} s, at a load of "
+                    f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores; expected one; try again "
+                    f"on an idle host, or look at why a rank hangs ({error})"
                 )
             return Check.failed("all ranks", message)
         finally:
@@ -115,3 +174,92 @@ def _describe(measured: dict[str, Any]) -> Check:
             f"({measured['bytes'] / 1e6:.0f} MB)"
         )
     return Check("all ranks", text)
+
+
+def examine(*, trains: bool, master: str | None = None) -> Report:
+    """Run all checks of this host.
+
+    Args:
+        trains: a training is to run, which needs ColossalAI.
+        master: the first host of several; None if the run stays on this host.
+    """
+    facts = versions()
+    checks = [*_software(facts, trains=trains), *_devices(), _shared_memory()]
+
+    names = [f"{name} {addresses[0]}" for name, addresses in interfaces().items() if addresses]
+    checks.append(Check.run("network", ", ".join(names), check_interfaces))
+    if master:
+        check = partial(check_own_address, (master, 22))
+        checks.append(Check.run("own address", "other hosts can reach it", check))
+
+    checks.append(_environment())
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Report(socket.gethostname(), checks, facts, gpus)
+
+
+def _software(facts: dict[str, str], *, trains: bool) -> list[Check]:
+    colossalai = Check.run("ColossalAI", facts["colossalai"], check_colossalai)
+    if colossalai.status == "FAIL" and not trains:
+        advice = f"sampling needs none; for training {colossalai.advice}"
+        colossalai = replace(colossalai, status="warn", advice=advice)
+
+    others = sorted(set(PACKAGES) - {"colossalai"})
+    python = f"{platform.python_version()} in {sys.prefix}, {platform.platform()}"
+    return [
+        Check("opensora-sp", f"{facts['opensora-sp']} in {PACKAGE}"),
+        Check("python", python),
+        Check("torch", f"{facts['torch']}, built for CUDA {facts['CUDA of torch']}{_driver()}"),
+        colossalai,
+        Check("packages", ", ".join(f"{name} {facts[name]}" for name in others)),
+        *_faster_attention(facts),
+    ]
+
+
+def _faster_attention(facts: dict[str, str]) -> list[Check]:
+    """On Hopper, the command to install FlashAttention-3 where it is absent."""
+    has_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if facts["flash-attn-3"] != ABSENT or not has_hopper:
+        return []
+    # Models are imported for this command alone.
+    from opensora_sp.models.attention_table import INSTALL_FLASH3
+
+    return [Check("flash-attn-3", f"{ABSENT}, not needed, faster on this GPU: {INSTALL_FLASH3}")]
+
+
+def _driver() -> str:
+    if not torch.cuda.is_available():
+        return ""
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    version = Path("/proc/driver/nvidia/version")
+    driver = re.search(r"\d+\.\d+(\.\d+)?", version.read_text()) if version.exists() else None
+    return f", NCCL {nccl}" + (f", driver {driver[0]}" if driver else "")
+
+
+def _devices() -> list[Check]:
+    if not torch.cuda.is_available():
+        return [Check.run("devices", f"no GPU: {os.cpu_count()} CPU cores, gloo", check_devices)]
+    return [_gpu(number) for number in range(torch.cuda.device_count())]
+
+
+def _gpu(number: int) -> Check:
+    properties = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    facts = (
+        f"{properties.name}, {free / GB:.1f} GB free of {total / GB:.1f}, compute "
+        f"{properties.major}.{properties.minor}"
+    )
+    advice = "another process uses it: see nvidia-smi"
+    return Check.warn_if(free < 0.9 * total, f"GPU {number}", facts, advice)
+
+
+def _shared_memory() -> Check:
+    total, free = shared_memory() or (0, 0)
+    facts = f"{free / GB:.2f} GB free of {total / GB:.2f} in /dev/shm"
+    advice = "docker run --shm-size=8g, or num_workers=0; NCCL needs some as well"
+    return Check.warn_if(free < MIN_SHARED_MEMORY, "shared memory", facts, advice)
+
+
+def _environment() -> Check:
+    shown = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if SHOWN.fullmatch(name)]
+    return Check("environment", ", ".join(shown) or "nothing set")

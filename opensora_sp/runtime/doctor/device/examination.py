@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opensora_sp.runtime.versions import versions
+from opensora_sp.runtime.rank_info import versions
 
 from .findings import Finding, Setup, findings_of
 from .one_device import (
