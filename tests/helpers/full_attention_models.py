@@ -22,8 +22,15 @@ def wan(heads: int = 3, samples: int = 2, frames: int = 3, **config: Any) -> Cas
     from diffusers import WanTransformer3DModel
 
     settings = dict(
-        num_attention_heads=heads, attention_head_dim=8, in_channels=4, out_channels=4,
-        text_dim=6, freq_dim=8, ffn_dim=16, num_layers=2, rope_max_seq_len=16,
+        num_attention_heads=heads,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        text_dim=6,
+        freq_dim=8,
+        ffn_dim=16,
+        num_layers=2,
+        rope_max_seq_len=16,
     )
     model = WanTransformer3DModel(**settings | config)
     inputs = dict(
@@ -38,9 +45,16 @@ def flux(heads: int = 5, samples: int = 2, text: int = 7) -> Case:
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
-        num_attention_heads=heads, joint_attention_dim=6, pooled_projection_dim=6,
-        guidance_embeds=False, axes_dims_rope=(4, 2, 2),
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=6,
+        pooled_projection_dim=6,
+        guidance_embeds=False,
+        axes_dims_rope=(4, 2, 2),
     )
     ids = torch.zeros(11, 3)
     ids[:, 1] = torch.arange(11)
@@ -59,8 +73,14 @@ def qwen(heads: int = 3, samples: int = 2) -> Case:
     from diffusers import QwenImageTransformer2DModel
 
     model = QwenImageTransformer2DModel(
-        patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
-        num_attention_heads=heads, joint_attention_dim=6, axes_dims_rope=(4, 2, 2),
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=6,
+        axes_dims_rope=(4, 2, 2),
     )
     mask = torch.ones(samples, 7)
     mask[-1, 4:] = 0
@@ -78,8 +98,13 @@ def ltx(heads: int = 3, samples: int = 2) -> Case:
     from diffusers import LTXVideoTransformer3DModel
 
     model = LTXVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=heads, attention_head_dim=8,
-        cross_attention_dim=8 * heads, num_layers=2, caption_channels=6,
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=heads,
+        attention_head_dim=8,
+        cross_attention_dim=8 * heads,
+        num_layers=2,
+        caption_channels=6,
     )
     mask = torch.ones(samples, 7)
     mask[-1, 4:] = 0
@@ -88,7 +113,9 @@ def ltx(heads: int = 3, samples: int = 2) -> Case:
         encoder_hidden_states=numbers(samples, 7, 6),
         encoder_attention_mask=mask,
         timestep=torch.tensor([[3.0], [700.0]])[:samples],
-        num_frames=2, height=3, width=5,
+        num_frames=2,
+        height=3,
+        width=5,
     )
     return model, inputs
 
@@ -97,9 +124,19 @@ def hunyuan(heads: int = 3, samples: int = 2) -> Case:
     from diffusers import HunyuanVideoTransformer3DModel
 
     model = HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=heads, attention_head_dim=8,
-        num_layers=1, num_single_layers=1, num_refiner_layers=1, patch_size=1, patch_size_t=1,
-        guidance_embeds=False, text_embed_dim=6, pooled_projection_dim=6, rope_axes_dim=(4, 2, 2),
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=heads,
+        attention_head_dim=8,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        guidance_embeds=False,
+        text_embed_dim=6,
+        pooled_projection_dim=6,
+        rope_axes_dim=(4, 2, 2),
     )
     mask = torch.ones(samples, 7)
     mask[-1, 4:] = 0
@@ -117,9 +154,19 @@ def cogvideox(heads: int = 3, samples: int = 2) -> Case:
     from diffusers import CogVideoXTransformer3DModel
 
     model = CogVideoXTransformer3DModel(
-        num_attention_heads=heads, attention_head_dim=16, in_channels=4, out_channels=4,
-        time_embed_dim=8, text_embed_dim=6, num_layers=2, sample_width=10, sample_height=6,
-        sample_frames=9, patch_size=2, temporal_compression_ratio=4, max_text_seq_length=7,
+        num_attention_heads=heads,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=6,
+        num_layers=2,
+        sample_width=10,
+        sample_height=6,
+        sample_frames=9,
+        patch_size=2,
+        temporal_compression_ratio=4,
+        max_text_seq_length=7,
         use_rotary_positional_embeddings=True,
     )
     table = numbers(3 * 3 * 5, 16)
@@ -136,9 +183,15 @@ def flux2(heads: int = 3, samples: int = 2, text: int = 7) -> Case:
     from diffusers import Flux2Transformer2DModel
 
     model = Flux2Transformer2DModel(
-        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
-        num_attention_heads=heads, joint_attention_dim=6, timestep_guidance_channels=8,
-        axes_dims_rope=(2, 2, 2, 2), guidance_embeds=False,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=6,
+        timestep_guidance_channels=8,
+        axes_dims_rope=(2, 2, 2, 2),
+        guidance_embeds=False,
     )
     ids = torch.zeros(samples, 11, 4)
     ids[:, :, 1] = torch.arange(11)
@@ -156,8 +209,16 @@ def chronoedit(heads: int = 3, samples: int = 2) -> Case:
     from diffusers import ChronoEditTransformer3DModel
 
     model = ChronoEditTransformer3DModel(
-        num_attention_heads=heads, attention_head_dim=8, in_channels=4, out_channels=4, text_dim=6,
-        freq_dim=8, ffn_dim=16, num_layers=2, rope_max_seq_len=16, rope_temporal_skip_len=2,
+        num_attention_heads=heads,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        text_dim=6,
+        freq_dim=8,
+        ffn_dim=16,
+        num_layers=2,
+        rope_max_seq_len=16,
+        rope_temporal_skip_len=2,
     )
     inputs = dict(
         hidden_states=numbers(samples, 4, 3, 6, 10),
@@ -171,8 +232,15 @@ def helios(heads: int = 3, samples: int = 2) -> Case:
     from diffusers import HeliosTransformer3DModel
 
     model = HeliosTransformer3DModel(
-        num_attention_heads=heads, attention_head_dim=8, in_channels=4, out_channels=4, text_dim=6,
-        freq_dim=8, ffn_dim=16, num_layers=2, rope_dim=(4, 2, 2),
+        num_attention_heads=heads,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        text_dim=6,
+        freq_dim=8,
+        ffn_dim=16,
+        num_layers=2,
+        rope_dim=(4, 2, 2),
     )
     inputs = dict(
         hidden_states=numbers(samples, 4, 3, 6, 10),
@@ -189,9 +257,19 @@ def minimax(heads: int = 3, samples: int = 2) -> Case:
     from diffusers import MiniMaxH3Transformer3DModel
 
     model = MiniMaxH3Transformer3DModel(
-        num_attention_heads=heads, attention_head_dim=8, hidden_size=12, num_layers=2,
-        num_refiner_layers=1, ffn_dim=16, in_channels=4, audio_in_channels=5, text_dim=6,
-        freq_dim=8, time_embed_hidden_dim=12, time_embed_dim=6, rope_freq_dim=1,
+        num_attention_heads=heads,
+        attention_head_dim=8,
+        hidden_size=12,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=16,
+        in_channels=4,
+        audio_in_channels=5,
+        text_dim=6,
+        freq_dim=8,
+        time_embed_hidden_dim=12,
+        time_embed_dim=6,
+        rope_freq_dim=1,
     )
     text, video, audio = 3, 11, 4
     tags = torch.tensor([1] * text + [0] * video + [2] * audio)
@@ -215,10 +293,19 @@ def ltx2(heads: int = 3, samples: int = 2, rope_type: str = "interleaved") -> Ca
     from diffusers import LTX2VideoTransformer3DModel
 
     model = LTX2VideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=heads, attention_head_dim=8,
-        cross_attention_dim=8 * heads, audio_in_channels=5, audio_out_channels=5,
-        audio_num_attention_heads=heads, audio_attention_head_dim=4,
-        audio_cross_attention_dim=4 * heads, num_layers=2, caption_channels=6, rope_type=rope_type,
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=heads,
+        attention_head_dim=8,
+        cross_attention_dim=8 * heads,
+        audio_in_channels=5,
+        audio_out_channels=5,
+        audio_num_attention_heads=heads,
+        audio_attention_head_dim=4,
+        audio_cross_attention_dim=4 * heads,
+        num_layers=2,
+        caption_channels=6,
+        rope_type=rope_type,
     )
     mask = torch.ones(samples, 7)
     mask[-1, 4:] = 0
@@ -231,7 +318,10 @@ def ltx2(heads: int = 3, samples: int = 2, rope_type: str = "interleaved") -> Ca
         audio_encoder_attention_mask=mask,
         timestep=torch.arange(30 * samples).view(samples, 30),
         audio_timestep=torch.arange(11 * samples).view(samples, 11),
-        num_frames=2, height=3, width=5, audio_num_frames=11,
+        num_frames=2,
+        height=3,
+        width=5,
+        audio_num_frames=11,
     )
     return model, inputs
 
@@ -259,10 +349,21 @@ def wan_cube() -> Case:
 
 
 CASES: dict[str, Callable[..., Case]] = {
-    "wan": wan, "flux": flux, "qwen": qwen, "ltx": ltx, "hunyuan": hunyuan, "cogvideox": cogvideox,
-    "flux2": flux2, "chronoedit": chronoedit, "helios": helios, "minimax": minimax,
-    "ltx2": ltx2, "ltx2 split": partial(ltx2, rope_type="split"), "wan timesteps": wan_timesteps,
-    "wan image": wan_image, "wan cube": wan_cube,
+    "wan": wan,
+    "flux": flux,
+    "qwen": qwen,
+    "ltx": ltx,
+    "hunyuan": hunyuan,
+    "cogvideox": cogvideox,
+    "flux2": flux2,
+    "chronoedit": chronoedit,
+    "helios": helios,
+    "minimax": minimax,
+    "ltx2": ltx2,
+    "ltx2 split": partial(ltx2, rope_type="split"),
+    "wan timesteps": wan_timesteps,
+    "wan image": wan_image,
+    "wan cube": wan_cube,
 }
 
 

@@ -1,4 +1,8 @@
-"""Token plans of diffusers' transformers: read from their ``_cp_plan``, or written here."""
+"""Token plans of diffusers' transformers: read from their ``_cp_plan``, or written here.
+
+Nothing is imported from diffusers. Of its private names, ``_cp_plan`` is read here, and
+``dispatch_attention_fn`` replaced in ``attention_calls.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from opensora_sp.parallel.token_plan import Cut, TokenPlan
+from .token_plan import Cut, TokenPlan
 
 TOKENS = Cut(1, 3)
 TIMESTEPS = Cut(1, 2)  # one for each token
@@ -18,18 +22,19 @@ def plan_of_diffusers(model: nn.Module) -> TokenPlan:
     """The plan of a transformer of diffusers.
 
     Raises:
-        ValueError: if its class has none that is known to be right.
+        ValueError: if its class has none that is known to be right, or its settings have none.
     """
     name = type(model).__name__
     if name in PLANS:
         return PLANS[name](model)
-    stated = getattr(model, "_cp_plan", None)
-    if not stated or name not in STATED:
+    if name not in STATED or not model._cp_plan:
         raise ValueError(
-            f"got a model of class {name}; expected one of {sorted({*PLANS, *STATED})}, whose plans "
-            "are tested; pass register_plan a TokenPlan for it"
+            f"got a model of class {name}; expected one of {sorted({*PLANS, *STATED})}, whose "
+            f"plans are tested with diffusers 0.42; call register_plan({name}, TokenPlan(...))"
         )
-    return read_plan(model, stated)
+    if getattr(model.config, "is_amplify_history", False):
+        _refuse(name, "is_amplify_history", "the first tokens of a rank would be taken for history")
+    return read_plan(model, model._cp_plan)
 
 
 def read_plan(model: nn.Module, stated: Mapping[str, Any]) -> TokenPlan:
@@ -54,6 +59,13 @@ def read_plan(model: nn.Module, stated: Mapping[str, Any]) -> TokenPlan:
             else:
                 inputs.setdefault(pattern, {})[name] = cut
     return TokenPlan(inputs=inputs, outputs=outputs, gather=gather, attention=attentions(model))
+
+
+def _refuse(name: str, setting: str, reason: str) -> None:
+    raise ValueError(
+        f"got a {name} with {setting}; expected one without: it counts tokens of the whole "
+        f"sequence, so that {reason}; use another model, or sp_size=1"
+    )
 
 
 def attentions(model: nn.Module) -> tuple[str, ...]:
@@ -96,6 +108,9 @@ def _ltx2(model: Any) -> TokenPlan:
 
 def _hunyuan_video(model: nn.Module) -> TokenPlan:
     """Its mask covers video and text; rotary tables cover the video."""
+    if model.config.image_condition_type == "token_replace":
+        name = type(model).__name__
+        _refuse(name, "image_condition_type='token_replace'", "each rank would replace its first")
     streams = ("hidden_states", "encoder_hidden_states")
     mask = Cut(3, 4, streams)
     rotary = Cut(0, 2)
