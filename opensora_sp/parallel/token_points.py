@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_sp.common.graphs import Context, uncompiled
+from opensora_sp.common.graphs import Context, between_graphs, uncompiled
 
 from .attention_calls import Attention, catch_dispatch, catching
 from .collectives import Received, exchange, gather_rows
@@ -94,6 +94,7 @@ class TokenPoints:
                 catch_dispatch(module)
         return points
 
+    @between_graphs
     def _call(
         self,
         function: Callable[..., Any],
@@ -116,6 +117,7 @@ class TokenPoints:
     def _new_pass(self, output: str) -> _Pass:
         return _Pass(TokenRanges(self.mesh.sp_size, self.mesh.sp_rank), output)
 
+    @between_graphs
     def _forward(self, model: nn.Module, run: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Run the model. In the first pass all that the plan names has to happen."""
         if self._is_checked:
@@ -128,15 +130,22 @@ class TokenPoints:
 
     # Cuts and gathers.
 
+    @between_graphs
     def _cut_inputs(
         self, pattern: str, module: nn.Module, run: Callable[[], Any], arguments: dict[str, Any]
     ) -> Any:
+        self._cut_arguments(pattern, arguments)
+        return run()
+
+    # State of a pass belongs to no graph; the module that runs next may be one.
+    @uncompiled
+    def _cut_arguments(self, pattern: str, arguments: dict[str, Any]) -> None:
         for name, cut in self.plan.inputs[pattern].items():
             self._pass.made.add((pattern, name))
             if arguments.get(name) is not None:
                 arguments[name] = self._cut(arguments[name], cut, name)
-        return run()
 
+    @between_graphs
     def _cut_outputs(
         self, pattern: str, module: nn.Module, run: Callable[[], Any], arguments: dict[str, Any]
     ) -> Any:
@@ -146,23 +155,25 @@ class TokenPoints:
         self._pass.made.add((pattern, index))
         return self._cut(output, cut, f"output {index} of {pattern}")
 
+    @between_graphs
     def _gather(
         self, pattern: str, module: nn.Module, run: Callable[[], Any], arguments: dict[str, Any]
     ) -> Any:
-        outputs, now = run(), self._pass
-        now.is_cut = False
-        if now.output == "shards":
-            return outputs
         axes = {i: axis for i, axis in enumerate(self.plan.gather[pattern]) if axis is not None}
-        return self._map_outputs(outputs, axes, partial(self._gather_one, module))
+        return self._map_outputs(run(), axes, partial(self._gather_one, module))
 
     def _gather_one(self, module: nn.Module, index: int, output: Tensor, axis: int) -> Tensor:
+        now = self._pass
+        now.is_cut = False
+        if now.output == "shards":
+            return output
         streams = self._streams_of(module, ("output", index), output.shape[axis])
         whole = self._whole(output, axis, streams, kind="gather")
         if whole.requires_grad:
-            whole.register_hook(partial(self._resume, self._pass))
+            whole.register_hook(partial(self._resume, now))
         return whole
 
+    @uncompiled
     def _map_outputs(self, outputs: Any, arguments: Any, function: Callable[..., Any]) -> Any:
         """The outputs of a module, some of them by ``function(index, output, argument)``."""
         parts = [*outputs] if isinstance(outputs, tuple | list) else [outputs]

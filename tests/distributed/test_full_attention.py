@@ -16,7 +16,15 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opensora_sp.parallel import CommLedger, Cut, SequenceMesh, TokenPlan, parallelize, unwrap
+from opensora_sp.parallel import (
+    CommLedger,
+    Cut,
+    SequenceMesh,
+    TokenPlan,
+    parallelize,
+    register_plan,
+    unwrap,
+)
 from opensora_sp.parallel.diffusers_plans import PLANS, STATED, plan_of_diffusers
 from opensora_sp.parallel.layout import balanced_sizes
 
@@ -78,12 +86,20 @@ def families(names: Iterable[str], checkpointing: bool) -> None:
             assert_same(results_of(model, inputs, mesh=mesh), expected, name)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize(
+    "ranks, checkpointing",
+    [
+        (3, True),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(5, True, marks=pytest.mark.slow),
+    ],
+)
 def test_families_equal_one_process(ranks: int, checkpointing: bool) -> None:
     run_ranks(ranks, families, [*CASES], checkpointing)
 
 
+@pytest.mark.slow
 def test_ranks_without_tokens_of_a_stream() -> None:
     run_ranks(8, families, FEW_TOKENS, True)
 
@@ -211,8 +227,6 @@ def refusals() -> dict[str, str]:
     messages: dict[str, str] = {}
     for name, (by_hand, changes, mask, _) in WRONG.items():
         model = Blocks(by_hand)
-        from opensora_sp.parallel import register_plan
-
         register_plan(Blocks, TokenPlan(**PLAN | changes))
         parallelize(model, mesh)
         with pytest.raises(ValueError) as error:
@@ -249,6 +263,38 @@ def test_models_without_a_plan_are_refused() -> None:
     model = AutoencoderKL(block_out_channels=(4,), norm_num_groups=2)
     with pytest.raises(ValueError, match="got a model of class AutoencoderKL; expected one of"):
         plan_of_diffusers(model)
+
+
+def wrappers() -> None:
+    """DDP, compiled blocks and a compiled model, in float32."""
+    mesh = SequenceMesh(dist.get_world_size())
+    for wrap in (nn.parallel.DistributedDataParallel, compile_blocks, compiled):
+        torch.manual_seed(1)
+        model, inputs = drawn("qwen")
+        model = model.float()
+        inputs = {name: x.float() if is_float(x) else x for name, x in inputs.items()}
+        expected = model(**inputs, return_dict=False)[0]
+        called = wrap(parallelize(model, mesh))
+        for _ in range(2):
+            output = called(**inputs, return_dict=False)[0]
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        output.sum().backward()
+
+
+def compile_blocks(model: Any) -> nn.Module:
+    for block in model.transformer_blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def compiled(model: nn.Module) -> Any:
+    # What it falls back from is an error.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(model, backend="aot_eager")
+
+
+def test_wrapped_and_compiled_models() -> None:
+    run_ranks(2, wrappers)
 
 
 def shards() -> None:
