@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from torch import nn
 
 from .token_plan import Cut, TokenPlan
 
+OLDEST = [0, 42]
 TOKENS = Cut(1, 3)
 TIMESTEPS = Cut(1, 2)  # one for each token
 
@@ -22,9 +24,15 @@ def plan_of_diffusers(model: nn.Module) -> TokenPlan:
     """The plan of a transformer of diffusers.
 
     Raises:
-        ValueError: if its class has none that is known to be right, or its settings have none.
+        ValueError: if its class has none that is known to be right, or its settings have none, or
+            diffusers is older than the plans.
     """
-    name = type(model).__name__
+    name, installed = type(model).__name__, version("diffusers")
+    if [int(number) for number in installed.split(".")[:2]] < OLDEST:
+        raise ValueError(
+            f"got diffusers {installed}; expected 0.42 or later, whose plans are tested; pip install "
+            "-U diffusers"
+        )
     if name in PLANS:
         return PLANS[name](model)
     if name not in STATED or not model._cp_plan:

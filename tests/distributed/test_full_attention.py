@@ -28,8 +28,6 @@ from opensora_sp.parallel import (
 from opensora_sp.parallel.diffusers_plans import PLANS, STATED, plan_of_diffusers
 from opensora_sp.parallel.layout import balanced_sizes
 
-pytestmark = pytest.mark.core
-
 FEW_TOKENS = ("hunyuan", "flux")  # with ranks without text
 
 
@@ -255,6 +253,13 @@ def test_every_plan_that_diffusers_states_is_known() -> None:
             stated.add(name)
     assert stated - {*PLANS, *STATED} == set()
     assert {*STATED} <= stated
+
+
+def test_older_diffusers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opensora_sp.parallel.diffusers_plans.version", lambda name: "0.41.3")
+    model, _ = drawn("wan")
+    with pytest.raises(ValueError, match="got diffusers 0.41.3; expected 0.42 or later"):
+        plan_of_diffusers(model)
 
 
 def test_models_without_a_plan_are_refused() -> None:
