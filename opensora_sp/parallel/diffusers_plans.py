@@ -30,8 +30,8 @@ def plan_of_diffusers(model: nn.Module) -> TokenPlan:
     name, installed = type(model).__name__, version("diffusers")
     if [int(number) for number in installed.split(".")[:2]] < OLDEST:
         raise ValueError(
-            f"got diffusers {installed}; expected 0.42 or later, whose plans are tested; pip install "
-            "-U diffusers"
+            f"got diffusers {installed}; expected 0.42 or later, whose plans are tested; pip "
+            "install -U diffusers"
         )
     if name in PLANS:
         return PLANS[name](model)
