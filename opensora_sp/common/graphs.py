@@ -65,3 +65,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def uncompiled(function: Function) -> Function:
     """``torch.compiler.disable``, with types: the function runs between graphs."""
     return cast(Function, torch.compiler.disable(function))
+
+
+def between_graphs(function: Function) -> Function:
+    """As ``uncompiled``, but what the function calls may be compiled."""
+    return cast(Function, torch.compiler.disable(function, recursive=False))

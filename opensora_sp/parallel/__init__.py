@@ -7,14 +7,17 @@ from .options import Options
 from .parallelize import held_rows, parallelize, unwrap
 from .shard_plan import ShardPlan, register_plan
 from .shutdown import closing_process_group, drain_process_group, shutdown_process_group
+from .token_plan import Cut, TokenPlan
 
 __all__ = [
     "CommLedger",
     "CommTimer",
+    "Cut",
     "Options",
     "SequenceMesh",
     "Shard",
     "ShardPlan",
+    "TokenPlan",
     "check_sp_size",
     "closing_process_group",
     "drain_process_group",

@@ -32,6 +32,7 @@ from .strategies.strategy import (
     Tensors,
 )
 from .strategies.token_exchange import BranchSwitch
+from .token_plan import TokenPlan
 
 Attachment: TypeAlias = tuple[Any, Callable[..., Any]]
 """A hook point, and the function to attach: ``function(local, *args)``."""
@@ -86,7 +87,7 @@ class SequenceParallel:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: SequenceMesh, plan: ShardPlan, options: Options
+        self, model: nn.Module, mesh: SequenceMesh, plan: ShardPlan | TokenPlan, options: Options
     ) -> None:
         self.model, self.mesh, self.plan = model, mesh, plan
         self.alternates = alternates(getattr(model, "config", None))

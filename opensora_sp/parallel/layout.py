@@ -187,6 +187,32 @@ def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -
 
 
 @_cached
+def plan_heads(
+    num_heads: int, counts: tuple[int, ...], rank: int, device: torch.device | str
+) -> ExchangePlan:
+    """Plan one rank's part in an exchange of all heads of its tokens for all tokens of its heads.
+
+    Entries are ``[head, token]`` before and after. Afterwards each rank has a balanced range of the
+    heads, of which there may be none, with the tokens in the order of the ranks.
+
+    Args:
+        num_heads: heads of all samples.
+        counts: the tokens of each rank.
+        rank: the rank to plan for.
+    """
+    heads, total = balanced_sizes(num_heads, len(counts)), sum(counts)
+    starts = [0, *accumulate(counts)]
+    everything = torch.arange(heads[rank] * total).view(heads[rank], total)
+    place = [everything[:, start:stop].flatten() for start, stop in pairwise(starts)]
+    return ExchangePlan(
+        pack=to_device(torch.arange(num_heads * counts[rank]), torch.device(device)),
+        place=to_device(torch.cat(place), torch.device(device)),
+        send_splits=[count * counts[rank] for count in heads],
+        recv_splits=[heads[rank] * count for count in counts],
+    )
+
+
+@_cached
 def rank_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> Ranges:
     """The entries ``[start, stop)`` that each rank holds in a layout."""
     return _Layout(axes, layout).ranges(num_ranks)

@@ -24,6 +24,7 @@ from .engine import ATTRIBUTE, Attachment, ForwardPoint, SequenceParallel
 from .mesh import SequenceMesh
 from .options import Options
 from .shard_plan import find_modules, plan_of
+from .token_plan import TokenPlan
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,14 @@ def parallelize(
         attachments = _hook_points(engine)
     elif mesh.shares_batches:
         # Models with hook points, such as all of this package, need none of it.
-        from .module_points import ModulePoints
+        if isinstance(plan, TokenPlan):
+            from .token_points import TokenPoints
 
-        attachments = ModulePoints(engine).attachments()
+            attachments = TokenPoints(engine).attachments()
+        else:
+            from .module_points import ModulePoints
+
+            attachments = ModulePoints(engine).attachments()
     engine.attach(attachments)
     setattr(model, ATTRIBUTE, engine)
 

@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 
 from .batch_shape import alternates
+from .diffusers_plans import plan_of_diffusers
+from .token_plan import TokenPlan
 
 ROWS = "rows"
 TOKENS = (ROWS, "b t s c", "b (t s) c")
@@ -94,17 +96,17 @@ class ShardPlan:
         return self.tokens == ROWS
 
 
-_PLANS: dict[type[nn.Module], ShardPlan] = {}
+_PLANS: dict[type[nn.Module], ShardPlan | TokenPlan] = {}
 
 
-def register_plan(model_class: type[nn.Module], plan: ShardPlan) -> None:
+def register_plan(model_class: type[nn.Module], plan: ShardPlan | TokenPlan) -> None:
     """Let ``parallelize``, and with it the plugin, use this plan for models of this class."""
     _PLANS[model_class] = plan
 
 
-def plan_of(model: nn.Module) -> ShardPlan:
+def plan_of(model: nn.Module) -> ShardPlan | TokenPlan:
     """The plan registered for the class of a model, or for a base class, or made of its
-    ``sharding_points``.
+    ``sharding_points``, or of a transformer of diffusers.
 
     Raises:
         ValueError: if there is neither.
@@ -114,6 +116,8 @@ def plan_of(model: nn.Module) -> ShardPlan:
     if registered is not None:
         return registered
 
+    if hasattr(model, "_cp_plan"):
+        return plan_of_diffusers(model)
     named: Any = getattr(model, "sharding_points", None)
     absent = set() if alternates(getattr(model, "config", None)) else {"temporal"}
     is_named = isinstance(named, Mapping) and set(named) == set(POINTS)

@@ -321,7 +321,7 @@ def _restore_fp32(optimizer: SequenceZeroOptimizer, fp32_shards: dict[int, torch
 
 def _without_peft(model: Any) -> nn.Module:
     """The model itself, with its LoRA layers."""
-    base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base
 
 

@@ -1,0 +1,318 @@
+"""Full attention by a plan: transformers of diffusers on several ranks against one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_attention_models import CASES, drawn, numbers
+from lifted import Lifted
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from opensora_sp.parallel import (
+    CommLedger,
+    Cut,
+    SequenceMesh,
+    TokenPlan,
+    parallelize,
+    register_plan,
+    unwrap,
+)
+from opensora_sp.parallel.diffusers_plans import PLANS, STATED, plan_of_diffusers
+from opensora_sp.parallel.layout import balanced_sizes
+
+FEW_TOKENS = ("hunyuan", "flux")  # with ranks without text
+
+
+def lifted_checkpoint(function: Any, *args: Any) -> Any:
+    """Gradient checkpointing that computes again in float64."""
+    contexts = lambda: (Lifted(), Lifted())  # noqa: E731
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+def results_of(model: nn.Module, inputs: dict[str, Any], *, mesh: SequenceMesh | None = None):
+    """Outputs, gradients of the inputs and of all parameters, averaged over the ranks."""
+    model.zero_grad()
+    leaves = {name: x.clone().requires_grad_() if is_float(x) else x for name, x in inputs.items()}
+    with Lifted():
+        outputs = model(**leaves, return_dict=False)
+        sum((x * x.detach().numel() * weights_like(x)).sum() for x in outputs).backward()
+    gradients = {name: x.grad for name, x in leaves.items() if is_float(x)}
+    gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: x.clone() for name, x in gradients.items() if x is not None}
+    if mesh is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= mesh.sp_size
+    return {f"output {i}": x.detach() for i, x in enumerate(outputs)} | gradients
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float64
+
+
+def weights_like(x: Tensor) -> Tensor:
+    return torch.arange(x.numel()).view_as(x).sin()
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor], case: str) -> None:
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = tensor.norm()
+        difference = (ours[name] - tensor).norm()
+        assert difference <= 1e-9 * scale + 1e-11 * len(tensor.flatten()), (case, name, difference)
+
+
+def families(names: Iterable[str], checkpointing: bool) -> None:
+    mesh = SequenceMesh(dist.get_world_size())
+    for name in names:
+        torch.manual_seed(1)
+        model, inputs = drawn(name)
+        if checkpointing:
+            model.enable_gradient_checkpointing(lifted_checkpoint)
+        expected = results_of(model, inputs)
+        parallelize(model, mesh)
+        # The second backward pass keeps what blocks received.
+        for _ in range(2 if checkpointing else 1):
+            assert_same(results_of(model, inputs, mesh=mesh), expected, name)
+
+
+@pytest.mark.parametrize(
+    "ranks, checkpointing",
+    [
+        (3, True),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(5, True, marks=pytest.mark.slow),
+    ],
+)
+def test_families_equal_one_process(ranks: int, checkpointing: bool) -> None:
+    run_ranks(ranks, families, [*CASES], checkpointing)
+
+
+@pytest.mark.slow
+def test_ranks_without_tokens_of_a_stream() -> None:
+    run_ranks(8, families, FEW_TOKENS, True)
+
+
+def guidance() -> None:
+    """Two passes with texts of different lengths before one backward pass, which recomputes."""
+    mesh = SequenceMesh(dist.get_world_size())
+    model, inputs = drawn("flux")
+    model.enable_gradient_checkpointing(lifted_checkpoint)
+    short = inputs | {"encoder_hidden_states": numbers(2, 1, 6), "txt_ids": torch.zeros(1, 3)}
+
+    def gradients(average: bool) -> list[Tensor]:
+        model.zero_grad()
+        with Lifted():
+            outputs = [model(**given, return_dict=False)[0] for given in (inputs, short)]
+            (outputs[0] * weights_like(outputs[0]) * 3 - outputs[1].cos()).sum().backward()
+        grads = [parameter.grad.clone() for parameter in model.parameters()]
+        for grad in grads if average else []:
+            dist.all_reduce(grad)
+            grad /= mesh.sp_size
+        return grads
+
+    expected = gradients(average=False)
+    parallelize(model, mesh)
+    for _ in range(2):
+        for ours, theirs in zip(gradients(average=True), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_guidance_with_captions_of_unequal_lengths() -> None:
+    run_ranks(3, guidance)
+
+
+def adapters() -> None:
+    """LoRA on the layers of queries, keys and values, also of text that is whole on every rank."""
+    from peft import LoraConfig
+
+    mesh = SequenceMesh(dist.get_world_size())
+    torch.manual_seed(2)
+    model, inputs = drawn("wan")
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"]))
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data = torch.randn_like(parameter, dtype=torch.float64)
+    expected = results_of(model, inputs)
+    assert any("attn2.to_k.lora" in name for name in expected)
+    parallelize(model, mesh)
+    assert_same(results_of(model, inputs, mesh=mesh), expected, "LoRA")
+
+
+def test_lora_of_queries_keys_and_values() -> None:
+    run_ranks(3, adapters)
+
+
+def bytes_of(name: str) -> tuple[list[int], list[int]]:
+    """Bytes that this rank sends for heads, and by the formula of docs/communication.md."""
+    mesh = SequenceMesh(dist.get_world_size())
+    model, inputs = drawn(name)
+    parallelize(model, mesh)
+    results_of(model, inputs)
+    with CommLedger() as ledger:
+        results_of(model, inputs)
+    sent = [ledger.bytes["heads", phase] for phase in ("forward", "backward")]
+
+    length, samples, heads, width = 45, 2, 3, 8
+    tokens = balanced_sizes(length, mesh.sp_size)[mesh.sp_rank]
+    units = balanced_sizes(samples * heads, mesh.sp_size)[mesh.sp_rank]
+    there = (samples * heads - units) * tokens * width * 8
+    back = units * (length - tokens) * width * 8
+    # Two blocks, of which the attention to text sends nothing.
+    return sent, [2 * (3 * there + back), 2 * (3 * back + there)]
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_bytes_equal_the_formula(ranks: int) -> None:
+    for sent, expected in run_ranks(ranks, bytes_of, "wan"):
+        assert sent == expected
+
+
+class Joint(nn.Module):
+    """Attention by ``scaled_dot_product_attention``, or by hand."""
+
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.by_hand = nn.Linear(4, 12), by_hand
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(hidden_states).unflatten(-1, (3, 2, 2)).unbind(2)
+        if self.by_hand:
+            return (q @ k.transpose(-1, -2) @ v).flatten(2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2).flatten(2)
+
+
+class Blocks(nn.Module):
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Joint(), Joint(by_hand), nn.Linear(4, 4)
+        self.unused = nn.Identity()
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.head(self.second(self.first(hidden_states), mask))
+
+
+CUT = {"hidden_states": Cut(1, 3)}
+PLAN = dict(inputs={"first": CUT}, attention=("first", "second"), gather={"head": (1,)})
+WRONG = {
+    "not caught": (True, {}, None, "'second', which computes no attention"),
+    "not named": (False, {"attention": ("first",)}, None, "none of 1 that attend"),
+    "not cut": (
+        False,
+        {"inputs": {"first": CUT, "unused": {"input": Cut(0)}}},
+        None,
+        "did not call 'unused'",
+    ),
+    "axes": (False, {"inputs": {"first": {"hidden_states": Cut(1, 2)}}}, None, "expected 2 axes"),
+    "square mask": (False, {}, torch.zeros(1, 1, 7, 7), r"no mask of L x L is held"),
+}
+
+
+def refusals() -> dict[str, str]:
+    mesh = SequenceMesh(dist.get_world_size())
+    messages: dict[str, str] = {}
+    for name, (by_hand, changes, mask, _) in WRONG.items():
+        model = Blocks(by_hand)
+        register_plan(Blocks, TokenPlan(**PLAN | changes))
+        parallelize(model, mesh)
+        with pytest.raises(ValueError) as error:
+            model(torch.ones(1, 7, 4), mask)
+        messages[name] = str(error.value)
+        unwrap(model)
+        assert not any("forward" in vars(module) for module in model.modules())
+    return messages
+
+
+def test_plans_that_miss_something_are_refused_in_the_first_pass() -> None:
+    for messages in run_ranks(2, refusals):
+        for name, (*_, expected) in WRONG.items():
+            assert re.search(expected, messages[name]), messages[name]
+
+
+def test_every_plan_that_diffusers_states_is_known() -> None:
+    """A new class with a ``_cp_plan`` gets a case here, or a reason why it is refused."""
+    import diffusers
+    from diffusers.models.modeling_utils import ModelMixin
+
+    stated: set[str] = set()
+    for name in dir(diffusers):
+        member = getattr(diffusers, name, None)
+        if isinstance(member, type) and issubclass(member, ModelMixin) and member._cp_plan:
+            stated.add(name)
+    assert stated - {*PLANS, *STATED} == set()
+    assert {*STATED} <= stated
+
+
+def test_older_diffusers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opensora_sp.parallel.diffusers_plans.version", lambda name: "0.41.3")
+    model, _ = drawn("wan")
+    with pytest.raises(ValueError, match="got diffusers 0.41.3; expected 0.42 or later"):
+        plan_of_diffusers(model)
+
+
+def test_models_without_a_plan_are_refused() -> None:
+    from diffusers import AutoencoderKL
+
+    model = AutoencoderKL(block_out_channels=(4,), norm_num_groups=2)
+    with pytest.raises(ValueError, match="got a model of class AutoencoderKL; expected one of"):
+        plan_of_diffusers(model)
+
+
+def wrappers() -> None:
+    """DDP, compiled blocks and a compiled model, in float32."""
+    mesh = SequenceMesh(dist.get_world_size())
+    for wrap in (nn.parallel.DistributedDataParallel, compile_blocks, compiled):
+        torch.manual_seed(1)
+        model, inputs = drawn("qwen")
+        model = model.float()
+        inputs = {name: x.float() if is_float(x) else x for name, x in inputs.items()}
+        expected = model(**inputs, return_dict=False)[0]
+        called = wrap(parallelize(model, mesh))
+        for _ in range(2):
+            output = called(**inputs, return_dict=False)[0]
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        output.sum().backward()
+
+
+def compile_blocks(model: Any) -> nn.Module:
+    for block in model.transformer_blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def compiled(model: nn.Module) -> Any:
+    # What it falls back from is an error.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(model, backend="aot_eager")
+
+
+def test_wrapped_and_compiled_models() -> None:
+    run_ranks(2, wrappers)
+
+
+def shards() -> None:
+    """The output of a model that ends with the gathered module may stay a shard."""
+    mesh = SequenceMesh(dist.get_world_size())
+    model, inputs = drawn("flux")
+    with Lifted():
+        whole = model(**inputs, return_dict=False)[0]
+        parallelize(model, mesh)
+        part = model(**inputs, return_dict=False, output="shards")[0]
+    sizes = balanced_sizes(whole.shape[1], mesh.sp_size)
+    torch.testing.assert_close(part, whole.split(sizes, 1)[mesh.sp_rank])
+
+
+def test_output_stays_a_shard() -> None:
+    run_ranks(3, partial(shards))
