@@ -42,7 +42,8 @@ def plan_of_diffusers(model: nn.Module) -> TokenPlan:
         )
     if getattr(model.config, "is_amplify_history", False):
         _refuse(name, "is_amplify_history", "the first tokens of a rank would be taken for history")
-    return read_plan(model, model._cp_plan)
+    stated: Any = model._cp_plan
+    return read_plan(model, stated)
 
 
 def read_plan(model: nn.Module, stated: Mapping[str, Any]) -> TokenPlan:
@@ -114,7 +115,7 @@ def _ltx2(model: Any) -> TokenPlan:
     )
 
 
-def _hunyuan_video(model: nn.Module) -> TokenPlan:
+def _hunyuan_video(model: Any) -> TokenPlan:
     """Its mask covers video and text; rotary tables cover the video."""
     if model.config.image_condition_type == "token_replace":
         name = type(model).__name__
@@ -138,7 +139,7 @@ def _hunyuan_video(model: nn.Module) -> TokenPlan:
     )
 
 
-def _cogvideox(model: nn.Module) -> TokenPlan:
+def _cogvideox(model: Any) -> TokenPlan:
     """Its rotary tables are arguments of each block."""
     first = {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS}
     return TokenPlan(

@@ -89,7 +89,8 @@ class SequenceParallel:
     def __init__(
         self, model: nn.Module, mesh: SequenceMesh, plan: ShardPlan | TokenPlan, options: Options
     ) -> None:
-        self.model, self.mesh, self.plan = model, mesh, plan
+        self.model, self.mesh = model, mesh
+        self.plan: Any = plan
         self.alternates = alternates(getattr(model, "config", None))
         self.options = options if plan.names_hook_points else _supported(options)
         self.handles: list[Any] = []

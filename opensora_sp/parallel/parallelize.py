@@ -23,7 +23,7 @@ from .batch_shape import Grid, LatentRows
 from .engine import ATTRIBUTE, Attachment, ForwardPoint, SequenceParallel
 from .mesh import SequenceMesh
 from .options import Options
-from .shard_plan import find_modules, plan_of
+from .shard_plan import ShardPlan, find_modules, plan_of
 from .token_plan import TokenPlan
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def unwrap(model: Model) -> Model:
 
 def _hook_points(engine: SequenceParallel) -> list[Attachment]:
     """Each hook point of a model with the function to attach."""
-    plan = engine.plan
+    plan: ShardPlan = engine.plan
     # Without other ranks, output="shards" works all the same.
     functions: list[tuple[str, Callable[..., Any]]] = [(plan.leave, engine.gather)]
     if engine.mesh.shares_batches:
