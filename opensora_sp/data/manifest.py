@@ -205,10 +205,9 @@ def _check_columns(path: Path, columns: dict[str, list[Any]], files: Sequence[st
     required = (*REQUIRED, *files)
     missing = [name for name in required if name not in columns]
     if missing:
-        raise _refused(
-            path,
-            f" with the columns {list(columns)}",
-            f"{' and '.join(required)}; add {' and '.join(missing)}, in CSV to its first line",
+        raise ValueError(
+            f"got manifest {str(path)!r} with the columns {list(columns)}; expected "
+            f"{' and '.join(required)}; add {' and '.join(missing)}, in CSV to its first line"
         )
     if not columns["path"]:
         raise _refused(path, " without clips", "at least one line; add clips to it")
@@ -231,11 +230,10 @@ def _check_columns(path: Path, columns: dict[str, list[Any]], files: Sequence[st
 def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
     """The wanted columns; in CSV and JSONL the names of others as well, for messages."""
     if not path.is_file():
-        raise _refused(
-            path,
-            ", which is not a file",
-            "a CSV, JSONL or Parquet file with the columns path,text; check the path, or list the "
-            "videos of a folder with opensora-sp index",
+        raise ValueError(
+            f"got manifest {str(path)!r}, which is not a file; expected a CSV, JSONL or Parquet "
+            "file with the columns path,text; check the path, or list the videos of a folder with "
+            "opensora-sp index"
         )
     check_suffix(path)
     if path.suffix == ".parquet":
