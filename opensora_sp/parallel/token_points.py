@@ -81,7 +81,10 @@ class TokenPoints:
             *((pattern, self._attend) for pattern in plan.attention),
             *((pattern, partial(self._cut_outputs, pattern)) for pattern in plan.outputs),
             # The last attached is the first to run: cuts are made in the order of the plan.
-            *((pattern, partial(self._cut_inputs, pattern)) for pattern in reversed([*plan.inputs])),
+            *(
+                (pattern, partial(self._cut_inputs, pattern))
+                for pattern in reversed([*plan.inputs])
+            ),
             *((pattern, partial(self._gather, pattern)) for pattern in plan.gather),
             ("", self._forward),
         ]

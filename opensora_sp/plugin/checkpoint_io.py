@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -175,9 +176,12 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
         with on_rank_0("saving an LR scheduler") as is_rank_0:
             if is_rank_0:
                 state = lr_scheduler.state_dict()
+                # Milestones of MultiStepLR are counted.
+                counters = {key: x for key, x in state.items() if isinstance(x, Counter)}
+                state |= {key: sorted(x.elements()) for key, x in counters.items()}
                 text = json.dumps(state, default=repr)
                 # Keys of dicts become texts, other objects their description.
-                if json.loads(text) != state:
+                if parse_json(text, "the state") != state:
                     raise ValueError(
                         f"got a {type(lr_scheduler).__name__} whose state is not JSON: {text}; "
                         "expected numbers, texts and lists; save what it needs yourself"
@@ -185,7 +189,11 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
                 FileSystem().write_file(Path(checkpoint), text.encode())
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
-        lr_scheduler.load_state_dict(read_json(checkpoint))
+        state = read_json(checkpoint)
+        for key, entry in state.items():
+            if isinstance(vars(lr_scheduler).get(key), Counter):
+                state[key] = Counter(entry)
+        lr_scheduler.load_state_dict(state)
 
     def save_lora_as_pretrained(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
@@ -47,7 +48,7 @@ def boosted(
         dict(params=parameters[1::2], lr=lr / 2),
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
     model, optimizer, _, _, schedule = booster.boost(model, optimizer, lr_scheduler=schedule)
     return booster, model, optimizer, schedule
 
@@ -162,9 +163,10 @@ def refusals(root: Path) -> None:
     with pytest.raises(ValueError, match="which is no safetensors file"):
         booster.load_optimizer(optimizer, str(pickled))
 
-    milestones = torch.optim.lr_scheduler.MultiStepLR(optimizer.optim, [2, 4])
-    with pytest.raises(ValueError, match="got a MultiStepLR whose state is not JSON"):
-        booster.save_lr_scheduler(milestones, str(root / "milestones.json"))
+    by_object = torch.optim.lr_scheduler.LambdaLR(optimizer.optim, functools.partial(float))
+    by_object.state_dict = lambda: {"of": object()}
+    with pytest.raises(ValueError, match="got a LambdaLR whose state is not JSON"):
+        booster.save_lr_scheduler(by_object, str(root / "lambda.json"))
     index = root / "sharded model" / "model.safetensors.index.json"
     harmed = root / f"harmed{dist.get_rank()}"
     harmed.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -53,9 +54,18 @@ def draw_step(family: tuple[RankGroup, ...], seed: int, output: str) -> list[Ass
 
 
 def run_step(
-    model: torch.nn.Module, mesh: SequenceMesh, step: list[Assigned]
+    model: torch.nn.Module,
+    mesh: SequenceMesh,
+    step: list[Assigned],
+    *,
+    weight: float = 1.0,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Forward and backward of this rank's micro-batches, each on its group.
+
+    Args:
+        weight: of the losses of groups smaller than the world; another one than 1 is wrong.
+        backward: runs the backward pass of a loss.
 
     Returns:
         Of each of them, by number, the output, and this rank's gradients of x and y.
@@ -67,7 +77,8 @@ def run_step(
             continue
         with mesh.using(one.group):
             inputs = one.inputs()
-            group_loss(model, mesh, one, inputs, num_samples).backward()
+            loss = group_loss(model, mesh, one, inputs, num_samples)
+            backward(loss * (1.0 if one.group.size == mesh.world_size else weight))
             with torch.no_grad():
                 output = model(**one.inputs())
         found[one.number] = output, inputs["x"].grad, _gradient(inputs["y"])
