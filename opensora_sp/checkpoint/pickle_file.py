@@ -37,6 +37,9 @@ MAX_BYTES = 8 << 20
 # Bytes that decide what a file is.
 MAX_START = 512
 MAX_ARGUMENTS = 16
+# A dict takes one byte of a pickle and 90 of memory, a tensor 3 and 1,000. A tensor that torch
+# saved takes about 60 of these steps, of which a call counts as several.
+MAX_STEPS, STEPS_OF_CALL = 1 << 21, 8
 # Larger numbers can be chosen so that they all have the same hash.
 MAX_KEY = 1 << 31
 MAX_MESSAGE = 1000
@@ -98,6 +101,9 @@ def _view(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor
 def _view_of_dtype(
     storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
 ) -> Tensor:
+    # Torch takes a shape as well, of any length.
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("no dtype of a tensor")
     return _view(storage.view(dtype), offset, shape, stride)
 
 
@@ -133,8 +139,23 @@ OPERATIONS = (
     pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS,
     pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
     pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
-    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID,
+    pickle.GLOBAL, pickle.STACK_GLOBAL,
 )  # fmt: skip
+
+
+def _counted(operation: Callable[[Any], None], steps: int) -> Callable[[Any], None]:
+    """An operation that takes steps from those that are left of a pickle."""
+
+    def count_and_run(unpickler: Any) -> None:
+        unpickler.steps_left -= steps
+        if unpickler.steps_left < 0:
+            raise RefusedError(
+                f"takes more than {MAX_STEPS} steps to read; expected the names and shapes of a "
+                "state dict; do not use this file"
+            )
+        operation(unpickler)
+
+    return count_and_run
 
 
 # The unpickler in Python, whose operations can be replaced; the one in C is another class.
@@ -144,18 +165,21 @@ class _Unpickler(pickle._Unpickler):
     Args:
         content: the pickle.
         mapped: the whole file.
-        starts: the first byte of each storage, by key.
+        places: the first byte and the number of bytes of each storage, by key.
     """
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
     dispatch: ClassVar[dict[int, Any]] = {
-        code[0]: pickle._Unpickler.dispatch[code[0]] for code in OPERATIONS
+        code[0]: _counted(pickle._Unpickler.dispatch[code[0]], 1) for code in OPERATIONS
     }
 
-    def __init__(self, content: bytes, mapped: mmap.mmap, starts: dict[str, int]) -> None:
+    def __init__(
+        self, content: bytes, mapped: mmap.mmap, places: dict[str, tuple[int, int]]
+    ) -> None:
         super().__init__(io.BytesIO(content), encoding="latin-1")
-        self.mapped, self.starts = mapped, starts
+        self.mapped, self.places = mapped, places
+        self.steps_left = MAX_STEPS
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in GLOBALS:
@@ -173,12 +197,15 @@ class _Unpickler(pickle._Unpickler):
         _, dtype, key, _, num_items = pid[:5]
         if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
             raise TypeError("a storage without a dtype or a name")
-        # Torch takes a length that overflows, and a negative one for all of the file.
-        if type(num_items) is not int or not 0 <= num_items <= len(self.mapped):
-            raise ValueError("a storage of another length than of the file")
+        if type(num_items) is not int or num_items < 0:
+            raise TypeError("a storage without a length")
         if num_items == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.mapped, dtype=dtype, count=num_items, offset=self.starts[key])
+        start, size = self.places[key]
+        # Torch takes a length that overflows, and the bytes of what follows in the file.
+        if num_items * dtype.itemsize > size:
+            raise ValueError("a storage that is longer than its bytes in the file")
+        return torch.frombuffer(self.mapped, dtype=dtype, count=num_items, offset=start)
 
     def load_reduce(self) -> None:
         """Call a function of ``GLOBALS``: nothing else that can be on the stack is callable."""
@@ -207,10 +234,13 @@ class _Unpickler(pickle._Unpickler):
             raise TypeError(f"keys of {type(self.stack[-1]).__name__}")
         self.stack[-1].update(zip(keys, content[1::2], strict=True))
 
-    dispatch[pickle.REDUCE[0]] = load_reduce
-    dispatch[pickle.BUILD[0]] = load_build
-    dispatch[pickle.SETITEM[0]] = load_setitem
-    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.REDUCE[0]] = _counted(load_reduce, STEPS_OF_CALL)
+    dispatch[pickle.BINPERSID[0]] = _counted(
+        pickle._Unpickler.dispatch[pickle.BINPERSID[0]], STEPS_OF_CALL
+    )
+    dispatch[pickle.BUILD[0]] = _counted(load_build, 1)
+    dispatch[pickle.SETITEM[0]] = _counted(load_setitem, 1)
+    dispatch[pickle.SETITEMS[0]] = _counted(load_setitems, 1)
 
 
 def other_content(file: Path) -> str | None:
@@ -257,11 +287,11 @@ def open_pickle(file: Path, *, ema: bool) -> tuple[dict[str, Tensor], tuple[str,
     mapped = _map(file)
     try:
         with open_regular(file, buffering=0) as raw, BoundedFile(raw) as opened:
-            content, starts = _read_archive(opened)
+            content, places = _read_archive(opened)
         with warnings.catch_warnings():
             # Of writing to a tensor of the file, which would end the process. Readers copy.
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-            saved = _Unpickler(content, mapped, starts).load()
+            saved = _Unpickler(content, mapped, places).load()
         tensors, notes = _unwrap(saved, ema=ema)
     except (RefusedError, MemoryError) as error:
         reason = str(error) or "does not fit into memory; expected weights; do not use this file"
@@ -300,8 +330,8 @@ def _map(file: Path) -> mmap.mmap:
         ) from None
 
 
-def _read_archive(file: BoundedFile) -> tuple[bytes, dict[str, int]]:
-    """The pickle of an archive, and the first byte of each storage by key.
+def _read_archive(file: BoundedFile) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The pickle of an archive, and the first byte and size of each storage by key.
 
     Raises:
         RefusedError: for a larger file.
@@ -323,14 +353,15 @@ def _read_archive(file: BoundedFile) -> tuple[bytes, dict[str, int]]:
             raise ValueError("its numbers are big-endian")
         content = archive.read(members["data.pkl"])
 
-    starts = {}
+    places = {}
     for name, info in members.items():
         file.seek(info.header_offset)
         header = file.read(30)
         # The lengths of name and extra field, which may differ from the directory's.
         lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-        starts[name.removeprefix("data/")] = info.header_offset + len(header) + sum(lengths)
-    return content, starts
+        start = info.header_offset + len(header) + sum(lengths)
+        places[name.removeprefix("data/")] = start, info.file_size
+    return content, places
 
 
 def _unwrap(content: Any, *, ema: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:

@@ -23,9 +23,10 @@ from opensora_sp.checkpoint.pickle_file import open_pickle
 
 
 def write_zip(file: Path, content: bytes) -> None:
-    """An archive as of ``torch.save``, of a pickle without storages."""
+    """An archive as of ``torch.save``, of a pickle and a storage of 4 bytes."""
     with zipfile.ZipFile(file, "w") as opened:
         opened.writestr("a/data.pkl", content)
+        opened.writestr("a/data/0", bytes(4))
 
 
 def test_tensors_are_those_that_torch_reads(tmp_path: Path) -> None:
@@ -86,6 +87,9 @@ def long_number(number: int) -> bytes:
     return b"\x8a" + bytes([len(content)]) + content
 
 
+# A reference to a storage of one number, as memo 1.
+STORAGE = b"\x80\x02(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x01tq\x01"
+
 # What each would take: days to hash, hours of collisions, terabytes of memory, hours of copies.
 BOMBS = {
     "a key of pairs of pairs": b"\x80\x02}" + doubled_tuple() + b"K\x01s.",
@@ -107,6 +111,14 @@ BOMBS = {
     + b"N" * 500_000
     + b"tq\x01"
     + b"h\x01Q" * 100_000
+    + b".",
+    "dicts": b"\x80\x02" + b"}" * 8_000_000 + b".",
+    "storages": STORAGE + b"h\x01Q" * 2_000_000 + b".",
+    "a dtype that is a shape of any length": STORAGE
+    + b"h\x01Qq\x02("
+    + b"K\x01" * 500_000
+    + b"tq\x03ctorch._utils\n_rebuild_tensor_v3\nq\x04(h\x02K\x00K\x01\x85q\x05h\x05N}h\x03tq\x06"
+    + b"h\x04h\x06R" * 100_000
     + b".",
     "tensors of tensors": b"\x80\x02N"
     + b"ctorch._tensor\n_rebuild_from_type_v2\nq\x00N"
