@@ -8,16 +8,42 @@ each of them; outside of ``catching`` it does what it did.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""q, k, v ``[B, L, H, D]`` and a mask -> ``[B, L, H, D]``."""
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention that was called: q, k, v ``[B, L, H, D]`` and a mask -> ``[B, L, H, D]``.
+
+    ``heads_first``: the function itself takes ``[B, H, L, D]``.
+    """
+
+    function: Callable[..., Tensor]
+    settings: Mapping[str, Any]
+    heads_first: bool
+
+    @property
+    def is_causal(self) -> bool:
+        return bool(self.settings.get("is_causal"))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        with _handling(None):
+            out = self.function(
+                *(self.transposed(x) for x in (q, k, v)), attn_mask=mask, **self.settings
+            )
+        return self.transposed(out)
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """From the function's axes to ours, or back."""
+        return x.transpose(1, 2) if self.heads_first else x
+
 
 Handler: TypeAlias = Callable[[Attention, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Called in place of an attention, with it as first argument."""
@@ -65,24 +91,11 @@ def _handle(function: Any, args: Any, kwargs: Any, *, heads_first: bool) -> Any:
         return function(*args, **kwargs)
 
     settings = dict(zip(NAMES, args, strict=False)) | kwargs
-    tensors = [settings.pop(name) for name in NAMES[:3]]
+    q, k, v = (settings.pop(name) for name in NAMES[:3])
     mask = settings.pop("attn_mask", None)
-    if settings.get("is_causal"):
-        raise ValueError(
-            "got a causal attention over cut tokens; expected one in both directions: tokens are "
-            "in the order of the ranks; leave the model as it is"
-        )
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        tensors = [x.transpose(1, 2) for x in (q, k, v)] if heads_first else [q, k, v]
-        with _handling(None):
-            out: Tensor = function(*tensors, attn_mask=mask, **settings)
-        return out.transpose(1, 2) if heads_first else out
-
-    if heads_first:
-        tensors = [x.transpose(1, 2) for x in tensors]
-    out = handler(attention, *tensors, mask)
-    return out.transpose(1, 2) if heads_first else out
+    attention = Attention(function, settings, heads_first)
+    to_ours = attention.transposed
+    return to_ours(handler(attention, to_ours(q), to_ours(k), to_ours(v), mask))
 
 
 @contextmanager

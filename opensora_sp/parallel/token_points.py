@@ -294,6 +294,12 @@ class TokenPoints:
         mask: Tensor | None,
     ) -> Tensor:
         """One attention of the tokens of this rank, all ``[B, L, H, D]``."""
+        if attention.is_causal:
+            raise ValueError(
+                f"got a causal attention in {self._name(module)!r}; expected one in both "
+                "directions: tokens are in the order of the ranks; leave the module out of the "
+                "TokenPlan"
+            )
         streams = self._streams_of(module, number, q.shape[1])
         keys, context = streams, self.contexts.get(module, CONTEXT)
         if arguments.get(CONTEXT) is not None and context not in streams:
