@@ -396,6 +396,9 @@ def _not_a_state_dict(content: Any) -> str | None:
         # Not the entry itself: content can have a text of any length.
         if not isinstance(entry, Tensor) or not isinstance(name, str):
             return f"{type(entry).__name__} under {str(name)[:60]!r}"
+        # Errors about a model name its tensors, and codes would control the terminal.
+        if not name.isprintable():
+            return f"a tensor under {name[:60]!r}"
     return None
 
 

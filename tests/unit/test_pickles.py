@@ -321,9 +321,10 @@ def nested(levels: int) -> Any:
         {"a": copyreg},
         {"x" * 10_000: 1},
         {"a": torch.ones(1), "step": 7},
+        {"\x1b[2J": torch.ones(1)},
         [1, 2],
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_other_content_is_one_sentence(content: Any, tmp_path: Path) -> None:
     if isinstance(content, dict) and content.get("a") is copyreg:
