@@ -30,6 +30,7 @@ from .attention_calls import Attention, catch_dispatch, catching
 from .collectives import Received, exchange, gather_rows
 from .engine import Attachment, ForwardPoint, SequenceParallel
 from .layout import ExchangePlan, balanced_range, plan_heads
+from .rank_groups import RankGroup
 from .shard_plan import find_modules
 from .token_plan import CONTEXT, Cut, TokenPlan
 from .token_ranges import Streams, TokenRanges
@@ -40,15 +41,15 @@ from .typed import after_backward, is_backward_running
 class _Pass:
     """One forward pass.
 
-    ``is_cut``: tokens are cut, and not yet gathered. ``made`` are the cuts so far, ``attended`` the
-    modules that attended to cut tokens. ``pieces`` and ``masks`` are kept by the identity of the
+    ``cut`` are the streams that are cut, and not yet gathered; ``made`` the cuts so far;
+    ``attended`` the modules that attended to cut tokens. ``pieces`` and ``masks`` are kept by the identity of the
     tensors that they were made of, which are kept with them. ``kept`` has the contexts in which
     modules are recomputed, with what they received from other ranks.
     """
 
     ranges: TokenRanges
     output: str = "full"
-    is_cut: bool = False
+    cut: set[str] = field(default_factory=set)
     made: set[tuple[str, str | int]] = field(default_factory=set)
     attended: set[nn.Module] = field(default_factory=set)
     pieces: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -69,10 +70,10 @@ class TokenPoints:
 
         self._pass = self._new_pass("full")
         self._is_checked = False
-        # By module and number of its tensor.
-        self._streams: dict[tuple[nn.Module, Any], Streams] = {}
-        # Modules under gradient checkpointing, which only the first backward pass shows.
-        self._recomputed: set[nn.Module] = set()
+        # What was learned in a first pass, by group, whose ranks have learned the same: the streams
+        # of each tensor of a module, and the modules under gradient checkpointing.
+        self._streams: dict[tuple[RankGroup, nn.Module, Any], Streams] = {}
+        self._recomputed: set[tuple[RankGroup, nn.Module]] = set()
 
     def attachments(self) -> list[Attachment]:
         """Each point with the function to attach, the innermost function of a module first."""
@@ -167,7 +168,7 @@ class TokenPoints:
 
     def _gather_one(self, module: nn.Module, index: int, output: Tensor, axis: int) -> Tensor:
         now = self._pass
-        now.is_cut = False
+        now.cut.clear()
         if now.output == "shards":
             return output
         streams = self._streams_of(module, ("output", index), output.shape[axis])
@@ -198,12 +199,17 @@ class TokenPoints:
 
         now, length = self._pass, whole.shape[cut.axis]
         if name in self.plan.streams:
+            if name in now.cut and not is_backward_running():
+                raise ValueError(
+                    f"got {name!r} to cut a second time; expected it whole; cut it where it enters "
+                    "the first block alone"
+                )
             now.ranges.lengths[name] = length
-            now.is_cut = True
+            now.cut.add(name)
         elif length == 1:
             # The same for all tokens.
             return whole
-        if whole.requires_grad:
+        if whole.requires_grad or name in self.plan.streams:
             return self._piece(whole, cut, name)
         # Blocks that get the same tensor get the same piece.
         key = id(whole), cut
@@ -236,7 +242,7 @@ class TokenPoints:
 
     def _drop_kept(self, ended: _Pass) -> None:
         """Drop what modules received that this backward pass has not recomputed."""
-        self._recomputed -= ended.kept.keys()
+        self._recomputed -= {(self._group, module) for module in ended.kept}
         ended.kept.clear()
 
     # Attention.
@@ -247,9 +253,9 @@ class TokenPoints:
         now = self._pass
         kept: Context | None = None
         if is_backward_running():
-            self._recomputed.add(module)
+            self._recomputed.add((self._group, module))
             kept = now.kept.pop(module, None)
-        elif now.is_cut:
+        elif now.cut:
             kept = self._keep(module)
             now.attended.add(module)
         if module not in now.attended:
@@ -275,8 +281,13 @@ class TokenPoints:
     def _keep(self, module: nn.Module) -> Context | None:
         """A context that keeps what the module receives from other ranks, if it is recomputed."""
         now = self._pass
-        resends = self.engine.options.recompute_communication or module in now.attended
-        if resends or module not in self._recomputed or not torch.is_grad_enabled():
+        if module in now.attended:
+            # Which of its calls is recomputed is not known.
+            now.kept.pop(module, None)
+            return None
+        resends = self.engine.options.recompute_communication
+        is_recomputed = (self._group, module) in self._recomputed
+        if resends or not is_recomputed or not torch.is_grad_enabled():
             return None
         received = Received()
         now.kept[module] = received.reusing()
@@ -398,7 +409,7 @@ class TokenPoints:
 
     def _streams_of(self, module: nn.Module, number: Any, length: int) -> Streams:
         """The streams that a tensor of a module has, by its length on all ranks."""
-        ranges, key = self._pass.ranges, (module, number)
+        ranges, key = self._pass.ranges, (self._group, module, number)
         if key not in self._streams:
             candidates = ranges.combinations(self.plan.streams)
             matches = torch.tensor([ranges.num_seen(c) == length for c in candidates]).int()
@@ -433,13 +444,17 @@ class TokenPoints:
 
     def _refuse_attention(self, attention: Attention, *tensors: Any) -> Tensor:
         """In the first pass: an attention of a module that the plan does not name."""
-        if self._pass.is_cut:
+        if self._pass.cut:
             raise ValueError(
                 f"got an attention over {tensors[0].shape[1]} tokens in a module that is none of "
                 f"{len(self.plan.attention)} that attend; expected its name; add it to attention "
                 "in the TokenPlan"
             )
         return attention(*tensors)
+
+    @property
+    def _group(self) -> RankGroup:
+        return self.mesh.current.ranks
 
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {m: name for name, m in self.model.named_modules()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
-from opensora_sp.training.metrics import format_time
 from opensora_sp.training.validation import VIDEOS
 
 from .folders import video_of
@@ -44,7 +44,7 @@ def progress(job: Job, ahead: int = 0) -> str:
     done, total = job.steps
     running = f"step {done} of {total}" if total else "loading the model"
     if job.seconds_left is not None:
-        running += f", {format_time(job.seconds_left)} left"
+        running += f", {timedelta(seconds=round(job.seconds_left))} left"
     if job.cancelled.is_set():
         running = "cancelling after this step"
     if done == total > 0:

@@ -24,8 +24,7 @@ TAIL = 20_000  # bytes of a file's end that are read for a run's state
 # Without a line for so many seconds, and so many times what one takes, a run is stalled.
 PATIENCE, INTERVALS = 120.0, 5.0
 OLDER = 4  # validations before the newest whose losses by timestep are drawn
-COLORS = ("#3b82f6", "#f97316", "#22a34a", "#ef4444", "#a855f7")
-COLORS += ("#a16207", "#ec4899", "#0d9488", "#84a90b", "#6b7280")
+COLORS = "#3b82f6 #f97316 #22a34a #ef4444 #a855f7 #a16207 #ec4899 #0d9488 #84a90b #6b7280".split()
 FAINT = "55"  # opacity of a color, in hexadecimal
 
 
@@ -63,7 +62,8 @@ def _state(run: Path, last_line: str, interval: float) -> State:
 def _tail(path: Path) -> str:
     with suppress(OSError), open_regular(path) as file:
         file.seek(max(0, path.stat().st_size - TAIL))
-        return file.read(TAIL).decode(errors="replace").rstrip("\n")
+        text: str = file.read(TAIL).decode(errors="replace")
+        return text.rstrip("\n")
     return ""
 
 

@@ -27,7 +27,9 @@ from opensora_sp.parallel import (
 )
 from opensora_sp.parallel.diffusers_plans import PLANS, STATED, plan_of_diffusers
 from opensora_sp.parallel.layout import balanced_sizes
+from opensora_sp.parallel.rank_groups import RankGroup
 
+WORLD, PAIR = RankGroup(0, 3), RankGroup(0, 2)
 FEW_TOKENS = ("hunyuan", "flux")  # with ranks without text
 
 
@@ -215,6 +217,12 @@ WRONG = {
         None,
         "did not call 'unused'",
     ),
+    "cut twice": (
+        False,
+        {"inputs": {"first": CUT, "second": CUT}},
+        None,
+        "got 'hidden_states' to cut a second time",
+    ),
     "axes": (False, {"inputs": {"first": {"hidden_states": Cut(1, 2)}}}, None, "expected 2 axes"),
     "square mask": (False, {}, torch.zeros(1, 1, 7, 7), r"no mask of L x L is held"),
 }
@@ -316,3 +324,44 @@ def shards() -> None:
 
 def test_output_stays_a_shard() -> None:
     run_ranks(3, partial(shards))
+
+
+def shared_and_grouped() -> None:
+    """A module that is called twice, under checkpointing, in groups of which a rank knows one."""
+    mesh = SequenceMesh("auto")
+    torch.manual_seed(4)
+    model = Twice().double()
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    model(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+
+    entry = {"unused": {"input": Cut(1, 3)}}
+    plan = {"inputs": entry, "attention": ("first",), "streams": ("input",)}
+    register_plan(Twice, TokenPlan(**PLAN | plan))
+    parallelize(model, mesh)
+    for group in (PAIR, PAIR, WORLD, WORLD):
+        if mesh.rank not in group:
+            continue
+        with mesh.using(group):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                dist.all_reduce(parameter.grad, group=mesh.sp_group)
+                torch.testing.assert_close(parameter.grad / group.size, gradient)
+
+
+class Twice(Blocks):
+    """Both attentions are one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = self.first
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = checkpoint(self.first, self.unused(hidden_states), use_reentrant=False)
+        x = x + checkpoint(self.second, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_a_shared_module_in_groups_with_different_histories() -> None:
+    run_ranks(3, shared_and_grouped)
