@@ -24,7 +24,18 @@ TAIL = 20_000  # bytes of a file's end that are read for a run's state
 # Without a line for so many seconds, and so many times what one takes, a run is stalled.
 PATIENCE, INTERVALS = 120.0, 5.0
 OLDER = 4  # validations before the newest whose losses by timestep are drawn
-COLORS = "#3b82f6 #f97316 #22a34a #ef4444 #a855f7 #a16207 #ec4899 #0d9488 #84a90b #6b7280".split()
+COLORS = [
+    "#3b82f6",
+    "#f97316",
+    "#22a34a",
+    "#ef4444",
+    "#a855f7",
+    "#a16207",
+    "#ec4899",
+    "#0d9488",
+    "#84a90b",
+    "#6b7280",
+]
 FAINT = "55"  # opacity of a color, in hexadecimal
 
 
