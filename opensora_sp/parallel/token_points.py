@@ -42,9 +42,9 @@ class _Pass:
     """One forward pass.
 
     ``cut`` are the streams that are cut, and not yet gathered; ``made`` the cuts so far;
-    ``attended`` the modules that attended to cut tokens. ``pieces`` and ``masks`` are kept by the identity of the
-    tensors that they were made of, which are kept with them. ``kept`` has the contexts in which
-    modules are recomputed, with what they received from other ranks.
+    ``attended`` the modules that attended to cut tokens. ``pieces`` and ``masks`` are kept by the
+    identity of the tensors that they were made of, which are kept with them. ``kept`` has the
+    contexts in which modules are recomputed, with what they received from other ranks.
     """
 
     ranges: TokenRanges
