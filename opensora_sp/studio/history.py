@@ -46,8 +46,10 @@ def results(folders: Folders, words: str = "") -> list[Result]:
         with suppress(ValueError, OSError, KeyError, TypeError):  # another program's JSON
             result = Result.read(video)
             text = f"{result.caption} {result.facts['ckpt']}".lower()
-            if all(word in text for word in words.lower().split()) and len(shown) < SHOWN:
+            if all(word in text for word in words.lower().split()):
                 shown.append(result)
+        if len(shown) == SHOWN:
+            break
     return shown
 
 

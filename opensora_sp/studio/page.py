@@ -23,7 +23,7 @@ from .page_runs import QUIET, runs_tab
 
 # Seconds between two looks at jobs, at the history, and at uploads, which are kept for so long.
 POLL, REFRESH, KEPT = 0.5, 3.0, (3600, 24 * 3600)
-MAX_VIDEOS = 16
+MAX_VIDEOS, MAX_DIGITS = 16, 20
 COMPARE = ("Compare with the next", "Compare no longer")
 CONFIRM = "(words, path) => [confirm('Delete this video for good?') ? words : null, path]"
 
@@ -112,7 +112,8 @@ def _sampling(
         """For each field, the reason if a request is refused for it."""
         values = form.values_of(texts)
         seed = values["seed"] or str(secrets.randbelow(1 << 31))
-        seeds = range(int(seed), int(seed) + number) if seed.isdecimal() else [seed]
+        is_number = seed.isdecimal() and len(seed) <= MAX_DIGITS
+        seeds = range(int(seed), int(seed) + number) if is_number else [seed]
         jobs = [Job(values | {"seed": str(each)}) for each in seeds]
         # They can be cancelled meanwhile.
         jobs_of.setdefault(request.session_hash, []).extend(jobs)
@@ -163,10 +164,10 @@ def _history(folders: Folders, fields: dict[str, Any]) -> list[Any]:
     # Paths: of the chosen video, and of the one that it is compared with.
     chosen, kept, before = gr.State(None), gr.State(None), gr.State(None)
 
-    def choose(other: str | None, event: gr.SelectData) -> list[Any]:
+    def choose(text: str, other: str | None, event: gr.SelectData) -> list[Any]:
         # By its caption: the list may have changed since.
-        caption = event.value["caption"]
-        path = next(str(each.video) for each in results(folders) if each.caption == caption)
+        caption, found = event.value["caption"], results(folders, text)
+        path = next((str(each.video) for each in found if each.caption == caption), None)
         return [path, *_shown(folders, [other, path])]
 
     def hold(path: str | None, other: str | None) -> list[Any]:
@@ -186,11 +187,11 @@ def _history(folders: Folders, fields: dict[str, Any]) -> list[Any]:
     def drop(text: str | None, path: str | None) -> list[Any]:
         """``text`` is None where the user has thought better of it."""
         if text is None or path is None:
-            return [gr.skip()] * 3
+            return [gr.skip()] * 5
         video = folders.checked(path)
         if video in folders.history():
             delete(video)
-        return [None, "", None]
+        return [None, "", None, None, COMPARE[0]]
 
     def listed(text: str, names: list[str] | None) -> list[Any]:
         """The list, if it has changed: a choice in one that is built anew is lost."""
@@ -199,10 +200,11 @@ def _history(folders: Folders, fields: dict[str, Any]) -> list[Any]:
         changed = [(thumbnail(each.video, modified(each.video)), each.caption) for each in found]
         return [gr.skip() if now == names else changed, now]
 
-    gallery.select(choose, kept, [chosen, shown, metadata], **QUIET)
+    gallery.select(choose, [words, kept], [chosen, shown, metadata], **QUIET)
     keep.click(hold, [chosen, kept], [kept, keep], **QUIET)
     reuse.click(fill, chosen, list(fields.values()), **QUIET)
-    remove.click(drop, [words, chosen], [chosen, shown, metadata], js=CONFIRM, **QUIET)
+    changed = [chosen, shown, metadata, kept, keep]
+    remove.click(drop, [words, chosen], changed, js=CONFIRM, **QUIET)
     events = [words.change, gr.Timer(REFRESH).tick]
     gr.on(events, listed, [words, before], [gallery, before], **QUIET)
     return [chosen, shown, metadata]
@@ -212,7 +214,7 @@ def _shown(folders: Folders, paths: Sequence[str | None]) -> list[Any]:
     """Videos side by side, and the metadata of the last one."""
     try:
         shown = [Result.read(folders.checked(path)) for path in dict.fromkeys(paths) if path]
-        return [views.side_by_side(shown), shown[-1].facts]
+        return [views.side_by_side(shown), shown[-1].facts if shown else None]
     except (ValueError, OSError) as error:
         return [views.alert(error), gr.skip()]
 
