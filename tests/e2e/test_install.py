@@ -86,7 +86,8 @@ def names(files: list[str], prefix: str) -> set[str]:
 def test_wheel_and_sdist_hold_all_modules_configs_and_prompts(built: Path) -> None:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     folder = ROOT / "opensora_sp"
-    wanted = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+    suffixes = (".py", ".css", ".js")
+    wanted = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in suffixes}
     for path in (ROOT / "configs").rglob("*.*"):
         if "__pycache__" not in path.parts:
             wanted.add(str(path.relative_to(ROOT)))
