@@ -161,9 +161,9 @@ def bytes_of(name: str) -> tuple[list[int], list[int]]:
     model, inputs = drawn(name)
     parallelize(model, mesh)
     results_of(model, inputs)
-    with CommLedger() as ledger:
+    with CommLedger() as counter:
         results_of(model, inputs)
-    sent = [ledger.bytes["heads", phase] for phase in ("forward", "backward")]
+    sent = [counter.bytes["heads", phase] for phase in ("forward", "backward")]
 
     length, samples, heads, width = 45, 2, 3, 8
     tokens = balanced_sizes(length, mesh.sp_size)[mesh.sp_rank]

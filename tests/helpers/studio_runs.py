@@ -8,7 +8,7 @@ from opensora_sp.training.metrics import RANKS, append_line
 
 
 def write_run(folder: Path, steps: int = 3) -> Path:
-    """A run that has logged some steps, and one validation, and goes on."""
+    """A run that has logged some steps, and one validation, and still trains."""
     folder.mkdir(parents=True)
     (folder / "run.lock").touch()
     (folder / "config.py").write_text(f"name = {folder.name!r}\noptimizer = {{'lr': 0.1}}\n")
