@@ -185,7 +185,7 @@ def write_set(folder: Path) -> None:
 
 def save_cost_model(folder: Path, model: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
-        facts = dict(device="CPU", versions={}, date="", measured={})
+        facts = dict(device="CPU", versions={}, date="")
         write_cost_model(folder / "link.json", CostModel.from_dict(model), facts)
     dist.barrier()
 

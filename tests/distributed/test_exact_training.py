@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.py").write_text(
         TRAIN.format(buckets=BUCKETS, manifest=str(manifest), steps=STEPS)
     )
-    facts: dict[str, Any] = dict(device="CPU", versions={}, date="", measured={})
+    facts: dict[str, Any] = dict(device="CPU", versions={}, date="")
     write_cost_model(folder / "links.json", FREE_LINKS, facts)
 
     auto = [*MIXED, "sp_size=auto", f"cost_model={folder / 'links.json'}"]
