@@ -549,6 +549,7 @@ def test_nothing_is_asked_of_another_machine(studio: Studio) -> None:
 def test_ctrl_c_ends_it_without_a_traceback(studio: Studio) -> None:
     """While a page is open. It is the last test: the studio has ended then."""
     page = studio.page()
+    page.locator("#gone").wait_for(state="attached")
     studio.process.send_signal(signal.SIGINT)
     assert studio.process.wait(60) == 0
     log = (studio.folder / "log").read_text()
