@@ -608,7 +608,7 @@ def test_placed_references_are_drawn_as_they_are_inserted(trained: Path, folders
 
 
 def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Folders) -> None:
-    for name in ("1", "2"):
+    for name in ("fir", "oak"):
         folder = folders.outputs / name
         folder.mkdir()
         facts = {"prompt": f"cat {name}", "seed": 5, "ckpt": str(trained)}
@@ -616,13 +616,13 @@ def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Fold
         for file in ("000-a.mp4", "000-a.png", "000-a.0.png", "000-ab.png"):
             (folder / file).touch()
     assert [each.caption for each in history.results(folders)] == [
-        "cat 2 | seed 5 | 2",
-        "cat 1 | seed 5 | 1",
+        "cat oak | seed 5 | oak",
+        "cat fir | seed 5 | fir",
     ]
-    assert [each.video.parent.name for each in history.results(folders, "CAT 1 seed")] == ["1"]
-    assert history.thumbnail(folders.outputs / "1" / "000-a.mp4", 0).size == (256, 256)
-    history.delete(folders.outputs / "1" / "000-a.mp4")
-    assert [path.name for path in (folders.outputs / "1").iterdir()] == ["000-ab.png"]
+    assert [each.video.parent.name for each in history.results(folders, "CAT FIR seed")] == ["fir"]
+    assert history.thumbnail(folders.outputs / "fir" / "000-a.mp4", 0).size == (256, 256)
+    history.delete(folders.outputs / "fir" / "000-a.mp4")
+    assert [path.name for path in (folders.outputs / "fir").iterdir()] == ["000-ab.png"]
 
 
 def test_a_preview_that_fails_is_the_last_one_and_the_video_goes_on(
