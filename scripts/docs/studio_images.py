@@ -52,8 +52,7 @@ def take(browser: Any, address: str, args: argparse.Namespace) -> None:
     # In the middle of the way, not where it begins anew.
     time = "document.querySelector('#shown video').currentTime"
     page.wait_for_function(f"0.4 < {time} && {time} < 0.5")
-    page.evaluate("scrollTo(0, 0)")
-    page.screenshot(path=args.into / "studio.png")
+    page.screenshot(path=args.into / "studio.png", full_page=True)
 
     page.get_by_role("tab", name="Runs").click()
     page.locator("svg.marks").nth(5).wait_for()
