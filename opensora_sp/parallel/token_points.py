@@ -93,6 +93,7 @@ class TokenPoints:
         for pattern, function in functions:
             for module in find_modules(self.model, pattern):
                 signature = inspect.signature(module.forward)
+                self._check_names(pattern, signature)
                 call = partial(self._call, function, module, signature)
                 points.append((ForwardPoint(module), call))
                 catch_dispatch(module)
@@ -110,9 +111,9 @@ class TokenPoints:
         **kwargs: Any,
     ) -> Any:
         """Call the function, or the bare module in a group of one rank."""
+        output = kwargs.pop("output", "full") if function == self._forward else "full"
         if self.mesh.sp_size == 1:
             return forward(*args, **kwargs)
-        output = kwargs.pop("output", "full") if module is self.model else "full"
         bound = signature.bind(*args, **kwargs)
         if function == self._forward:
             self._pass = self._new_pass(output)
@@ -172,7 +173,11 @@ class TokenPoints:
         if now.output == "shards":
             return output
         streams = self._streams_of(module, ("output", index), output.shape[axis])
-        whole = self._whole(output, axis, streams, kind="gather")
+        # Each stream in its own order.
+        sizes = [now.ranges.num_seen((stream,)) for stream in streams]
+        parts = zip(output.split(sizes, axis), streams, strict=True)
+        wholes = [self._whole(part, axis, (stream,), kind="gather") for part, stream in parts]
+        whole = wholes[0] if len(wholes) == 1 else torch.cat(wholes, axis)
         if whole.requires_grad:
             whole.register_hook(partial(self._resume, now))
         return whole
@@ -400,9 +405,15 @@ class TokenPoints:
         made_of = [x for name, x in arguments.items() if "mask" in name and x is not None]
         key = keys, *map(id, made_of)
         masks = self._pass.masks
-        if key not in masks:
+        if key not in masks or not made_of or mask.requires_grad:
             flags = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-            masks[key] = made_of, self._whole(flags, 3, keys, kind="mask").to(mask.dtype)
+            whole = self._whole(flags, 3, keys, kind="mask").to(mask.dtype)
+            masks[key] = [*made_of, mask], whole
+        elif not (self._is_checked or torch.equal(mask, masks[key][0][-1])):
+            raise ValueError(
+                f"got another mask in {self._name(module)!r}, made of the same argument; expected "
+                "one for all modules, which is gathered once; give each mask its own argument"
+            )
         return masks[key][1]
 
     # Which tokens a tensor has, and what a plan leaves out.
@@ -431,8 +442,21 @@ class TokenPoints:
                 f"range of {streams}; cut in the TokenPlan all that enters"
             )
 
+    def _check_names(self, pattern: str, signature: inspect.Signature) -> None:
+        missing = [n for n in self.plan.inputs.get(pattern, {}) if n not in signature.parameters]
+        if missing:
+            raise ValueError(
+                f"got {missing[0]!r} to cut where {pattern!r} is called; expected one of its "
+                f"arguments {[*signature.parameters]}; correct the TokenPlan"
+            )
+
     def _check_cuts(self) -> None:
-        """Refuse a plan with a cut that did not happen."""
+        """Refuse a plan with a cut that did not happen, or whose tokens were not gathered."""
+        if self._pass.cut:
+            raise ValueError(
+                f"got a forward that called none of {[*self.plan.gather]}; expected a call, where "
+                "the tokens of all ranks are gathered; correct the TokenPlan"
+            )
         for cuts in (self.plan.inputs, self.plan.outputs):
             for pattern, names in cuts.items():
                 missing = [name for name in names if (pattern, name) not in self._pass.made]

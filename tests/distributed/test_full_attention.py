@@ -183,15 +183,16 @@ def test_bytes_equal_the_formula(ranks: int) -> None:
 class Joint(nn.Module):
     """Attention by ``scaled_dot_product_attention``, or by hand."""
 
-    def __init__(self, by_hand: bool = False) -> None:
+    def __init__(self, by_hand: bool = False, scale: float = 1.0) -> None:
         super().__init__()
-        self.qkv, self.by_hand = nn.Linear(4, 12), by_hand
+        self.qkv, self.by_hand, self.scale = nn.Linear(4, 12), by_hand, scale
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(hidden_states).unflatten(-1, (3, 2, 2)).unbind(2)
         if self.by_hand:
             return (q @ k.transpose(-1, -2) @ v).flatten(2)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = None if mask is None else self.scale * mask
         out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out.transpose(1, 2).flatten(2)
 
@@ -199,14 +200,14 @@ class Joint(nn.Module):
 class Blocks(nn.Module):
     def __init__(self, by_hand: bool = False) -> None:
         super().__init__()
-        self.first, self.second, self.head = Joint(), Joint(by_hand), nn.Linear(4, 4)
+        self.first, self.second, self.head = Joint(), Joint(by_hand, 2.0), nn.Linear(4, 4)
         self.unused = nn.Identity()
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.head(self.second(self.first(hidden_states), mask))
+        return self.head(self.second(self.first(hidden_states, mask), mask))
 
 
-CUT = {"hidden_states": Cut(1, 3)}
+CUT, MASK = {"hidden_states": Cut(1, 3)}, {"mask": Cut(3, 4)}
 PLAN = dict(inputs={"first": CUT}, attention=("first", "second"), gather={"head": (1,)})
 WRONG = {
     "not caught": (True, {}, None, "'second', which computes no attention"),
@@ -225,6 +226,19 @@ WRONG = {
     ),
     "axes": (False, {"inputs": {"first": {"hidden_states": Cut(1, 2)}}}, None, "expected 2 axes"),
     "square mask": (False, {}, torch.zeros(1, 1, 7, 7), r"no mask of L x L is held"),
+    "two masks": (
+        False,
+        {"inputs": {"first": CUT | MASK, "second": MASK}},
+        torch.ones(1, 1, 1, 7),
+        "got another mask in 'second', made of the same argument",
+    ),
+    "no argument": (
+        False,
+        {"inputs": {"first": CUT | {"masks": Cut(3)}}},
+        None,
+        "got 'masks' to cut where 'first' is called",
+    ),
+    "not gathered": (False, {"gather": {"unused": (1,)}}, None, r"called none of \['unused'\]"),
 }
 
 
@@ -234,8 +248,8 @@ def refusals() -> dict[str, str]:
     for name, (by_hand, changes, mask, _) in WRONG.items():
         model = Blocks(by_hand)
         register_plan(Blocks, TokenPlan(**PLAN | changes))
-        parallelize(model, mesh)
         with pytest.raises(ValueError) as error:
+            parallelize(model, mesh)
             model(torch.ones(1, 7, 4), mask)
         messages[name] = str(error.value)
         unwrap(model)
@@ -365,3 +379,28 @@ class Twice(Blocks):
 
 def test_a_shared_module_in_groups_with_different_histories() -> None:
     run_ranks(3, shared_and_grouped)
+
+
+class JointOutput(Blocks):
+    """Text and video are one sequence, also in the output."""
+
+    def forward(self, encoder_hidden_states: Tensor, hidden_states: Tensor) -> Tensor:
+        return self.head(self.first(torch.cat([encoder_hidden_states, hidden_states], 1)))
+
+
+def joint_output() -> None:
+    mesh = SequenceMesh(dist.get_world_size())
+    torch.manual_seed(5)
+    model = JointOutput().double()
+    cuts = {"": {"encoder_hidden_states": Cut(1, 3)} | CUT}
+    register_plan(JointOutput, TokenPlan(**PLAN | {"inputs": cuts, "attention": ("first",)}))
+    for text in (5, 1):
+        inputs = numbers(2, text, 4), numbers(2, 7, 4)
+        expected = model(*inputs)
+        parallelize(model, mesh)
+        torch.testing.assert_close(model(*inputs), expected)
+        unwrap(model)
+
+
+def test_a_gathered_sequence_of_two_streams_is_in_their_order() -> None:
+    run_ranks(3, joint_output)
