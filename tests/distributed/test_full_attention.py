@@ -404,3 +404,41 @@ def joint_output() -> None:
 
 def test_a_gathered_sequence_of_two_streams_is_in_their_order() -> None:
     run_ranks(3, joint_output)
+
+
+def pipeline() -> None:
+    """Samples of a pipeline of tiny parts, with captions of unequal lengths."""
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    transformer, _ = drawn("wan")
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    pipe = WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=transformer.float(),
+    )
+    pipe.set_progress_bar_config(disable=True)
+
+    def sample() -> Tensor:
+        return pipe(
+            prompt_embeds=numbers(1, 5, 6).float(),
+            negative_prompt_embeds=numbers(1, 3, 6).float(),
+            height=48,
+            width=80,
+            num_frames=9,
+            num_inference_steps=3,
+            output_type="latent",
+            generator=torch.Generator().manual_seed(1),
+        ).frames
+
+    expected = sample()
+    pipe.transformer = parallelize(pipe.transformer, SequenceMesh(dist.get_world_size()))
+    torch.testing.assert_close(sample(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pipeline_samples_the_latents_of_one_process() -> None:
+    run_ranks(3, pipeline)
