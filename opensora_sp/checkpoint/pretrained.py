@@ -98,7 +98,7 @@ def from_pretrained(
     with torch.device("meta"):
         built = model_class(name)(settings)
     weights = fitted(weights, built, convert=convert, strict=strict, allow_base=not lora)
-    weights = _with_adapters(weights, built, lora, ema=ema, allow_pickle=allow_pickle)
+    weights = _with_adapters(weights, built, lora, ema=ema)
 
     if len(weights.tensors) < len(built.state_dict()):
         # The weights lack some: draw these at random.
@@ -111,10 +111,10 @@ def from_pretrained(
 
 
 def _with_adapters(
-    weights: Weights, model: ConditionedModel, lora: Sequence[str], **options: bool
+    weights: Weights, model: ConditionedModel, lora: Sequence[str], *, ema: bool
 ) -> Weights:
-    """The weights with adapters merged into them; for ``options`` see ``open_adapters``."""
-    opened = [open_adapters(source, **options) for source in lora]
+    """The weights with adapters merged into them."""
+    opened = [open_adapters(source, ema=ema) for source in lora]
     for adapters in opened:
         check_adapters(adapters, model)
     warn_of_other_base(weights, opened)

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from opensora_sp.checkpoint import from_pretrained, save_pretrained
-from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.hub import HubName, local_path
 from opensora_sp.checkpoint.model_config import MAY_DIFFER
 from opensora_sp.checkpoint.pretrained import check_vacant, saved_license
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import ModelSpec, load_inference_config, parse_override
-from opensora_sp.encoders.conversion import convert_encoder, fetched, is_encoder
+from opensora_sp.encoders.conversion import convert_encoder, is_encoder
+from opensora_sp.encoders.loading import TOKENIZER_FILES
 from opensora_sp.models.base import ConditionedModel
 
 # Options that change weights or need to know the model.
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     # Before weights are fetched, which may take minutes.
     check_vacant(Path(args.target))
 
-    source = fetched(args.source, allow_pickle=args.allow_pickle)
+    source = local_path(args.source, allow_pickle=args.allow_pickle, more=TOKENIZER_FILES)
     convert = _convert_encoder if is_encoder(source) else _convert
     _check_pipeline(args, is_model=convert is _convert)
     written = convert(source, args)

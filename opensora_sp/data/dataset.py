@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 
 from opensora_sp.common.files import open_regular
 
-from .captions import Captions
 from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
 from .randomness import generator
@@ -134,7 +133,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         seed: of random crops and starts.
         limits: largest frames, clips and files; larger ones count as corrupt.
         extra: further arrays of a clip, whose files columns of the manifest name.
-        captions: how the manifest's captions are changed.
+        remove_caption_prefix: remove beginnings of captions, see ``caption_prefix``.
 
     Raises:
         ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.
@@ -154,7 +153,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         seed: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         extra: ExtraFiles | None = None,
-        captions: Captions | None = None,
+        remove_caption_prefix: bool = False,
     ) -> None:
         if cache and (transform, clip_start) != ("resize_center_crop", "middle"):
             raise ValueError(
@@ -162,7 +161,8 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 "expected nothing random to be kept; drop dataset.cache, or take "
                 "'resize_center_crop' and 'middle'"
             )
-        self.rows = Manifest(manifest, () if extra is None else extra.names, captions)
+        files = () if extra is None else extra.names
+        self.rows = Manifest(manifest, files, remove_prefix=remove_caption_prefix)
         self.extra = extra
         self.shape = None
         if num_frames is not None and image_size is not None:

@@ -18,27 +18,11 @@ from opensora_sp.checkpoint import (
     open_weights,
     saved_config,
 )
-from opensora_sp.checkpoint.hub import HubName, fetch
 from opensora_sp.checkpoint.pretrained import shard_size_error
 from opensora_sp.checkpoint.tensor_file import file_order
 
-from .loading import HUB_FILES
-
 # Beginnings of the classes that config.json names, of diffusers, transformers and Open-Sora.
 ENCODERS = ("AutoencoderKL", "VideoAutoencoder", "T5", "MT5", "UMT5")
-
-
-def fetched(source: str, *, allow_pickle: bool = False) -> Path:
-    """A path on this machine: ``source`` itself, or what the hub has by this name.
-
-    Args:
-        allow_pickle: also fetch pickled weights, where there are no others.
-
-    Raises:
-        ValueError: if it is a name on the hub that cannot be downloaded.
-    """
-    name = None if Path(source).exists() else HubName.of_missing(source)
-    return Path(source) if name is None else fetch(name, allow_pickle=allow_pickle, more=HUB_FILES)
 
 
 def is_encoder(source: Path) -> bool:

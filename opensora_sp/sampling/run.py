@@ -164,7 +164,7 @@ def opened_adapters(
         model = cfg.model_spec.build()
     opened = []
     for source in sources:
-        adapters = open_adapters(source, ema=ema, allow_pickle=cfg.allow_pickle)
+        adapters = open_adapters(source, ema=ema)
         check_adapters(adapters, model)
         opened.append(adapters)
     return opened

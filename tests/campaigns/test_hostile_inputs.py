@@ -50,8 +50,7 @@ from opensora_sp.data import (
     read_frames,
     read_video,
 )
-from opensora_sp.data.cache import CachedClip, file_digest, sealed, shard_content
-from opensora_sp.data.cache import Shard as CacheShard
+from opensora_sp.data.cache import CachedClip, shard_content
 from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
@@ -555,21 +554,20 @@ def feature_cache(attack: Attack) -> Reader:
     (folder / "clips.jsonl").write_text('{"path": "/0.mp4", "text": "a"}\n' * 2)
     source = {"channels": 2, "width": 5, "max_length": 4}
     index = {
-        "format": 3,
+        "format": 4,
         "made_of": made_of,
         "source": source,
         "sizes": {"x".join(map(str, SIZE)): [2, 4, 4]},
-        "shards": {name: CacheShard.read(folder / name).checksum},
+        "shards": [name],
     }
     if random.random() < 0.3:
-        index["shards"] = {attack.path_out: 1}
+        index["shards"] = [attack.path_out]
     elif random.random() < 0.8:
         index = mutated(index, attack, random.randint(1, 3))
     if random.random() < 0.2:
         (folder / name).unlink()
         (folder / name).symlink_to(attack.outside.secret)
-    index["manifest_sha256"] = file_digest(folder / "clips.jsonl")
-    text = json.dumps(sealed(index)).encode()
+    text = json.dumps(index).encode()
     place(attack, "index.json", text if random.random() < 0.8 else hostile_json(attack, index))
     return partial(read_cache, folder)
 

@@ -29,7 +29,7 @@ from opensora_sp.features.batch import conditioning_inputs
 from opensora_sp.models import STDiT3, STDiT3Config
 from opensora_sp.sampling.prompts import Prompt, prompt_of_loop
 from opensora_sp.sampling.reference_frames import frames_of_kind
-from opensora_sp.sampling.requests import with_scores
+from opensora_sp.sampling.scores import with_scores
 
 pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")
