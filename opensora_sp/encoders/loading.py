@@ -234,6 +234,24 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     model.load_state_dict({name: tensors[name] for name in names}, assign=True)
 
 
+def load_strictly(
+    model: nn.Module, tensors: Mapping[str, Tensor], files: PretrainedFiles, name: str
+) -> None:
+    """Assign an autoencoder's tensors, whose names and shapes must be as in ``model``.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
+            f"weights of {name} as its config.json describes it; choose another "
+            "vae.from_pretrained"
+        ) from None
+
+
 def check_none_missing(names: Sequence[str]) -> None:
     """Raise ValueError if there are names of missing tensors."""
     if names:

@@ -24,7 +24,7 @@ from opensora_sp.common.tensors import DTYPES
 
 from .interface import chunks
 from .latent_statistics import STATISTICS
-from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
+from .loading import Dtype, FrozenEncoder, load_strictly, saved_config, shortly
 from .space_time_vae import FrameStep, SpaceTimeVAE, tile_convolutions
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
@@ -91,7 +91,7 @@ class OpenSoraVAEv13(FrozenEncoder):
         with torch.device("meta"):
             self.vae = build_network(saved_config(folder) or {}, z_channels, from_pretrained)
         if files is not None:
-            load_strictly(self.vae, files)
+            load_strictly(self.vae, files.tensors(), files, "OpenSoraVAE_V1_3")
         for module in self.vae.modules():
             if isinstance(module, FrameStep):
                 module.micro_batch_size = micro_batch_size_2d
@@ -337,21 +337,6 @@ def build_network(config: dict[str, Any], z_channels: int, source: str) -> Space
             "choose another vae.from_pretrained"
         )
     return vae
-
-
-def load_strictly(vae: SpaceTimeVAE, files: PretrainedFiles) -> None:
-    """Load weights, whose names and shapes must be as in ``vae``.
-
-    Raises:
-        ValueError: if they are not.
-    """
-    try:
-        vae.load_state_dict(files.tensors(), assign=True)
-    except RuntimeError as error:
-        raise ValueError(
-            f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
-            "weights of OpenSoraVAE_V1_3; choose another vae.from_pretrained"
-        ) from None
 
 
 def _chunking(

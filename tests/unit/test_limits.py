@@ -25,7 +25,6 @@ from runs import ROOT
 
 from opensora_sp.checkpoint import open_adapters, open_weights, saved_config, verify
 from opensora_sp.checkpoint.checkpoint_folder import resolve_inside
-from opensora_sp.checkpoint.pretrained import saved_license
 from opensora_sp.cli.sample import parse
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.data import (
@@ -361,7 +360,6 @@ SMALL_FILES: dict[str, Callable[[Path], object]] = {
     "config.json": saved_config,
     "model.safetensors.index.json": open_weights,
     "adapter_config.json": opened_adapters,
-    "README.md": saved_license,
     "cost.json": lambda folder: read_cost_model(folder / "cost.json"),
 }
 
@@ -371,7 +369,7 @@ def test_a_small_file_of_any_size_takes_no_memory(tmp_path: Path, name: str) -> 
     (tmp_path / name).touch()
     os.truncate(tmp_path / name, 3 << 30)
     message = refusal_within(MEMORY, lambda: SMALL_FILES[name](tmp_path))
-    # A lock or a card without its content is none.
+    # A lock without its content is none.
     if not message.startswith("nothing: None"):
         assert re.search(r"Error: got .* of more than [\d,]+ bytes; expected", message), message
 
