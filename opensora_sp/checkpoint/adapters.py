@@ -161,9 +161,7 @@ def parse_source(text: str) -> tuple[str, float]:
     try:
         scale = float(number)
     except ValueError:
-        if not Path(path).exists():
-            return text, 1.0
-        scale = math.nan
+        return text, 1.0
     # nan is no number up to it, either.
     if not abs(scale) <= MAX_SCALE:
         raise ValueError(

@@ -111,8 +111,6 @@ def describe_missing(path: str | Path) -> str:
         folder, name = folder.parent, folder.name
     if (folder / name).exists():
         return f"{folder.absolute() / name} is a file"
-    if (folder / name).is_symlink():
-        return f"{folder.absolute() / name} is a link to nothing"
 
     names: list[str] = []
     with suppress(OSError):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
 CARD = "README.md"
-UNKNOWN_LICENSE = "unknown"
 CARD_TEXT = """---
 {metadata}
 ---
@@ -234,7 +233,7 @@ def model_card(
 
     name = type(model).__name__
     metadata = ModelCardData(
-        license=license or UNKNOWN_LICENSE,
+        license=license or "unknown",
         library_name="opensora_sp",
         pipeline_tag="text-to-video",
         base_model=base_model,

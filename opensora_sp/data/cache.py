@@ -189,7 +189,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         first, stop = sample.frames or (0, size[0])
         latents = read_record(shard, latents_name(key), slice(first, stop))
         if latents.shape[1:] != (len(range(size[0])[first:stop]), *size[1:]):
-            raise _of_another_shape(shard, latents_name(key), latents)
+            raise damaged_record(shard, latents_name(key), f"its shape is {(*latents.shape,)}")
 
         text, extra = None, dict[str, Tensor]()
         if first == 0:
@@ -205,7 +205,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
             record = extra_name(key, name)
             inputs[name] = read_record(shard, record).float()
             if inputs[name].shape != shape:
-                raise _of_another_shape(shard, record, inputs[name])
+                raise damaged_record(shard, record, f"its shape is {(*inputs[name].shape,)}")
         return inputs
 
 
@@ -277,10 +277,6 @@ def damaged_record(path: Path, name: str, reason: str) -> DamagedRecordError:
         "written; remove this file and run opensora-sp precompute again, which encodes its clips "
         "anew"
     )
-
-
-def _of_another_shape(shard: Path, name: str, record: Tensor) -> DamagedRecordError:
-    return damaged_record(shard, name, f"its shape is {tuple(record.shape)}")
 
 
 def read_index(folder: Path) -> Index:

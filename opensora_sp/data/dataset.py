@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset
 
 from opensora_sp.common.files import open_regular
 
-from .limits import DEFAULT_LIMITS, Limits
+from .limits import DEFAULT_LIMITS, Budget, Limits
 from .manifest import Entry, Manifest
 from .randomness import generator
 from .transforms import resize_and_crop
@@ -195,43 +196,42 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         return clip
 
     def _read(self, sample: Sample) -> Clip | CorruptSample:
-        entry, shape = self.rows[sample.clip], sample.shape
-        first, stop = sample.frames or (0, shape.num_frames)
-        extra: Mapping[str, Tensor] = {}
+        entry, budget = self.rows[sample.clip], Budget.of(self.time_limit, self.limits)
         # Always three numbers, so that one option does not change the draws of another.
         start_at, top, left = generator(self.seed, "crop", sample.epoch, sample.clip).random(3)
-
         try:
-            start = self._start(entry, shape.num_frames, start_at)
-            frames, fps = read_video(
-                entry.path,
-                num_frames=stop - first,
-                interval=self.frame_interval,
-                start=start + first * self.frame_interval,
-                clip_frames=shape.num_frames,
-                time_limit=self.time_limit,
-                limits=self.limits,
-            )
-            # The rank with the first frame has them for the group.
-            if self.extra is not None and first == 0:
-                extra = self.extra.read(
-                    self.rows.files_of(sample.clip),
-                    shape,
-                    start=start,
-                    interval=self.frame_interval,
-                )
+            frames, fps, extra = budget.run(partial(self._read_files, sample, budget, start_at))
         except UNREADABLE as error:
             return CorruptSample(str(entry.path), f"{type(error).__name__}: {error}")
-
         crop = (top, left) if self.transform == "resize_random_crop" else None
-        video = resize_and_crop(frames, (shape.height, shape.width), crop)
+        video = resize_and_crop(frames, (sample.shape.height, sample.shape.width), crop)
         return Clip(video, entry.text, fps, extra, key=(sample.epoch, sample.clip))
 
-    def _start(self, entry: Entry, num_frames: int, share: float) -> int:
-        """The first frame to read: of the middle, or at this share of the possible starts."""
-        available = entry.num_frames or count_frames(
-            entry.path, time_limit=self.time_limit, limits=self.limits
+    def _read_files(
+        self, sample: Sample, budget: Budget, start_at: float
+    ) -> tuple[np.ndarray, float, Mapping[str, Tensor]]:
+        entry, shape = self.rows[sample.clip], sample.shape
+        first, stop = sample.frames or (0, shape.num_frames)
+        start = self._start(entry, shape.num_frames, start_at, budget)
+        frames, fps = read_video(
+            entry.path,
+            budget,
+            num_frames=stop - first,
+            interval=self.frame_interval,
+            start=start + first * self.frame_interval,
+            clip_frames=shape.num_frames,
         )
+
+        extra: Mapping[str, Tensor] = {}
+        # The rank with the first frame has them for the group.
+        if self.extra is not None and first == 0:
+            files = self.rows.files_of(sample.clip)
+            extra = self.extra.read(files, shape, start=start, interval=self.frame_interval)
+        return frames, fps, extra
+
+    def _start(self, entry: Entry, num_frames: int, share: float, budget: Budget) -> int:
+        """The first frame to read: of the middle, or at this share of the possible starts."""
+        available = entry.num_frames or count_frames(entry.path, budget)
         room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
         return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))
 

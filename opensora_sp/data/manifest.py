@@ -42,8 +42,6 @@ MAX_LINE, MAX_COLUMNS = 1 << 20, 1000
 MAX_CLIPS_PER_BYTE = 50
 # Bytes that the cells of a Parquet file may have, and for each of its own bytes.
 MIN_CONTENT, CONTENT_PER_BYTE = 64 << 20, 1000
-# Cells that are joined before they are hashed: all of them would fill gigabytes.
-CELLS_PER_CHUNK = 1 << 16
 
 
 class Manifest(Sequence[Entry]):
@@ -124,9 +122,9 @@ class Manifest(Sequence[Entry]):
 def _bytes_of(texts: Sequence[str]) -> Iterator[bytes]:
     """The texts and their lengths, so that none can hold what separates it from the next."""
     yield np.fromiter(map(len, texts), np.int64, len(texts)).tobytes()
-    for first in range(0, len(texts), CELLS_PER_CHUNK):
+    for text in texts:
         # JSON can hold characters that UTF-8 cannot.
-        yield "".join(texts[first : first + CELLS_PER_CHUNK]).encode("utf-8", "surrogatepass")
+        yield text.encode("utf-8", "surrogatepass")
 
 
 def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:

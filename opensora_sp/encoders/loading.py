@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from opensora_sp.checkpoint import hub, open_weights
@@ -20,6 +21,8 @@ from opensora_sp.checkpoint.reader import PickledWeightsError, convert_command
 # Files next to the weights that a text encoder reads.
 TOKENIZER_FILES = ("spiece.model", "tokenizer.json")
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
+# Types of options, by which configs check them.
+Positive = Annotated[int, Field(ge=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Offload = bool | Literal["layers"]
 
@@ -230,7 +233,9 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         RuntimeError: if one has another shape.
     """
     names = model.state_dict().keys()
-    check_none_missing([name for name in names if name not in tensors])
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, {missing[0]} is one")
     model.load_state_dict({name: tensors[name] for name in names}, assign=True)
 
 
@@ -250,12 +255,6 @@ def load_strictly(
             f"weights of {name} as its config.json describes it; choose another "
             "vae.from_pretrained"
         ) from None
-
-
-def check_none_missing(names: Sequence[str]) -> None:
-    """Raise ValueError if there are names of missing tensors."""
-    if names:
-        raise ValueError(f"{len(names)} tensors are missing, {names[0]} is one")
 
 
 def weights_digest(source: str, subfolder: str | None = None) -> str | None:

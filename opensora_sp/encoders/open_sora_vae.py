@@ -26,7 +26,7 @@ from opensora_sp.common.tensors import DTYPES
 
 from .huggingface import SD_VAE, FrameAutoencoder, current_name, spatial_factor
 from .interface import check_latent_frames, independent_pieces
-from .loading import Dtype, FrozenEncoder, PretrainedFiles, load_strictly, saved_config
+from .loading import Dtype, FrozenEncoder, Positive, PretrainedFiles, load_strictly, saved_config
 from .video_vae import TemporalVAE
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
@@ -83,17 +83,12 @@ class OpenSoraVAE(FrozenEncoder):
     def __init__(
         self,
         from_pretrained: str,
-        micro_frame_size: int | None = 17,
-        micro_batch_size: int | None = 4,
+        micro_frame_size: Positive | None = 17,
+        micro_batch_size: Positive | None = 4,
         dtype: Dtype = "fp32",
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
-        if micro_frame_size is not None and micro_frame_size < 1:
-            raise ValueError(
-                f"got micro_frame_size {micro_frame_size}; expected >= 1; change "
-                "vae.micro_frame_size"
-            )
         files = self.open_files(from_pretrained, "vae")
         release = (saved_config(from_pretrained) or {}) if files is None else files.config()
         # Built on the meta device, since the file has all weights.

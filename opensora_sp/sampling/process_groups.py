@@ -67,18 +67,9 @@ def choose_groups(
         schedules[n] = _schedule(batches_of(requests, cfg.batch_size, groups), groups, seconds)
 
     best = min(sizes, key=lambda n: schedules[n][0])
-    time, batches = schedules[best]
+    batches = schedules[best][1]
 
-    reason = "the only way"
-    if cfg.sp_size:
-        reason = "as asked for"
-    elif len(sizes) > 1:
-        reason = "by estimate"
-        for n in sizes:
-            if n != best:
-                ratio = schedules[n][0] / (time or 1)
-                reason += f"; sp_size {n} would take {ratio:.2f} times as long"
-        reason += "; --sp-size N overrides"
+    reason = "as asked for" if cfg.sp_size else "the shortest by estimate; --sp-size N overrides"
 
     videos, number = counted(len(requests), "video"), counted(len(batches), "group")
     processes = counted(world_size, "process", plural="es")

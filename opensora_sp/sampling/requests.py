@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
+from opensora_sp.data.limits import Budget
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
@@ -331,7 +332,8 @@ def probe_reference(path: Path, limits: Limits) -> Probed:
             "check it"
         )
     try:
-        probed = probe(path, time_limit=limits.seconds, limits=limits)
+        budget = Budget.of(limits.seconds, limits)
+        probed = budget.run(functools.partial(probe, path, budget))
         limits.check("frames", probed.num_frames, probed.height, probed.width)
         return probed
     except UNREADABLE as error:

