@@ -40,12 +40,9 @@ def run(folder: Path, script: str, *arguments: str | Path, ranks: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "own"), [(WORLD, "action_size=3,"), (STREET, STREET_OPTIONS)], ids=["world", "street"]
-)
-def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) -> None:
+def test_training_and_sampling_by_config(tmp_path: Path) -> None:
     """The losses of two ranks that share batches are those of one; the files matter; it resumes."""
-    manifest = write_derived(tmp_path, name, own)
+    manifest = write_derived(tmp_path, WORLD, "action_size=3,")
     validation = f"validation=dict(every=2, manifest={str(manifest)!r}, bins=2)"
 
     def train(outputs: str, steps: int, sp_size: int, *more: str) -> list[float]:

@@ -21,16 +21,12 @@ from random_cuts import BASE, Assigned, draw_step, mean_gradients, one_process_s
 from ranks import run_ranks
 from worlds import in_worlds
 
-from opensora_sp.data import ClipShape, MicroBatch
-from opensora_sp.encoders import Piece
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.rank_groups import RankGroup, nested_groups
 from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.runtime.collective_recorder import CollectiveRecorder
 from opensora_sp.training.step_log import Meter
-from opensora_sp.training.sync_check import SyncCheck
 
 WRONG = 1.01  # a weight of losses
 
@@ -318,41 +314,15 @@ def test_ranks_that_start_their_largest_groups_first_finish(world_size: int, see
 
 
 WORLD, PAIR = RankGroup(0, 3), RankGroup(0, 2)
-SHAPE = ClipShape(4, 8, 8)
 
 
 def followed_by_checks() -> dict[str, Any]:
-    """What else knows of groups, on three ranks: sync check, meter, corrupt clips, encoding."""
+    """What else knows of groups, on three ranks: the meter and corrupt clips."""
     mesh = SequenceMesh("auto")
     return {
-        "sync": [sync_error(mesh, differs) for differs in ("nothing", "pair", "clips")],
         "mfu": mfu(mesh),
         "corrupt": corrupt_error(mesh),
-        "read": samples_read(mesh),
     }
-
-
-def own_groups(mesh: SequenceMesh) -> list[RankGroup]:
-    return [one.ranks for one in mesh.own]
-
-
-def sync_error(mesh: SequenceMesh, differs: str) -> str:
-    """The error of the check of a step in which each group has a micro-batch of its own."""
-    torch.manual_seed(0)
-    check = SyncCheck(torch.nn.Linear(2, 2), mesh, every=1)
-    for group in own_groups(mesh):
-        ids = torch.tensor([group.start, group.stop])
-        if differs == "pair" and group == PAIR:
-            ids = ids + mesh.rank
-        if differs == "clips" and group.size == 1:
-            ids = torch.tensor([7, 7])
-        with mesh.using(group):
-            check.see(0, {"ids": ids})
-    try:
-        check.compare(0)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def mfu(mesh: SequenceMesh) -> float:
@@ -384,42 +354,7 @@ def corrupt_error(mesh: SequenceMesh) -> str:
     return str(corrupt.read)
 
 
-def samples_read(mesh: SequenceMesh) -> list[tuple[int, Any]]:
-    """What a rank reads of two clips of four frames each: requested ahead, and in the group."""
-    frames = [slice(start, start + 1) for start in range(4)]
-    source: Any = SimpleNamespace(
-        pieces=lambda shape: [Piece(one, one) for one in frames],
-        latent_size=lambda shape: (4, 1, 1),
-    )
-    nothing: Any = None
-    encoder = ShardedEncoder(mesh, nothing, nothing, nothing, source, nothing, torch.device("cpu"))
-    micro_batch = MicroBatch(0, 0, SHAPE, (5, 6), 0.0)
-
-    read = []
-    for group in own_groups(mesh):
-        ahead = encoder.request(micro_batch, group).samples
-        with mesh.using(group):
-            assert encoder.samples(micro_batch) == ahead
-        read.append((group.size, [(one.clip, one.frames) for one in ahead]))
-    return read
-
-
-def test_what_reads_checks_and_measures_follows_the_group() -> None:
-    first, second, last = run_ranks(3, followed_by_checks)
-
-    assert first["sync"] == second["sync"] == last["sync"]
-    nothing, pair, clips = first["sync"]
-    assert not nothing
-    assert pair.startswith("got another batch tensor 'ids' on ranks [1] than on ranks [0]")
-    assert clips.startswith("got the same batch on replicas that begin with ranks [0, 1, 2]")
-
+def test_what_counts_and_measures_follows_the_group() -> None:
+    first, _, last = run_ranks(3, followed_by_checks)
     assert first["mfu"] == last["mfu"] == pytest.approx(3)
     assert [first["corrupt"], last["corrupt"]] == ["6", "1"]
-
-    # Eight frames on three ranks, on two, and on one.
-    assert first["read"] == [
-        (3, [(5, (0, 2))]),
-        (2, [(5, (0, 4))]),
-        (1, [(5, (0, 4)), (6, (0, 4))]),
-    ]
-    assert last["read"] == [(3, [(6, (1, 4))]), (1, [(5, (0, 4)), (6, (0, 4))])]
