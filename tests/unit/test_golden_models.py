@@ -371,16 +371,6 @@ def test_inputs_that_do_not_fit_are_refused(change: dict, message: str) -> None:
         model(**{**inputs, **change})
 
 
-@pytest.mark.parametrize(
-    ("width", "lengths"), [(8, [2, 3]), (16, [5]), (16, [2, 2]), (16, [5, 0])], ids=str
-)
-def test_packed_text_that_does_not_fit_is_refused(width: int, lengths: list[int]) -> None:
-    model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, skip_y_embedder=True)
-    text = torch.zeros(1, 5, width), torch.tensor(lengths)
-    with pytest.raises(ValueError, match=r"expected \[1, N, 16\], 2 lengths from 1 that sum to N"):
-        model(torch.zeros(2, 4, 3, 4, 4), torch.zeros(2), *text)
-
-
 def test_sizes_that_a_model_cannot_take_are_refused() -> None:
     inputs = dict(x=torch.zeros(2, 4, 3, 4, 4), timestep=torch.zeros(2), y=torch.zeros(2, 1, 3, 4))
     stdit, stdit2 = (
