@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,15 +88,6 @@ def test_training_and_sampling_by_config(tmp_path: Path) -> None:
     found = [one["mean"] for one in bucket["bins"]]
     assert json.loads(lines[-1])["step"] == 2
     np.testing.assert_allclose(found, json.loads(lines[-1])["loss_by_bin"], rtol=1e-4)
-
-    verdict = subprocess.run(
-        [BIN / "opensora-sp", "verify", tmp_path / "train.py", "--depth", "1"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert verdict.returncode == 0 and "equal (allowed" in verdict.stdout, verdict.stderr
 
     for path in first:
         np.save(path, np.load(path) + 2)
