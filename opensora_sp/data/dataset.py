@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from opensora_sp.common.files import open_regular
 
 from .limits import DEFAULT_LIMITS, Budget, Limits
-from .manifest import Entry, Manifest
+from .manifest import Manifest
 from .randomness import generator
 from .transforms import resize_and_crop
 from .video import UNREADABLE, count_frames, read_video
@@ -212,7 +212,10 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
     ) -> tuple[np.ndarray, float, Mapping[str, Tensor]]:
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)
-        start = self._start(entry, shape.num_frames, start_at, budget)
+        available = entry.num_frames or count_frames(entry.path, budget)
+        room = max(0, available - ((shape.num_frames - 1) * self.frame_interval + 1))
+        is_middle = self.clip_start == "middle"
+        start = room // 2 if is_middle else min(room, int(start_at * (room + 1)))
         frames, fps = read_video(
             entry.path,
             budget,
@@ -228,12 +231,6 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
             files = self.rows.files_of(sample.clip)
             extra = self.extra.read(files, shape, start=start, interval=self.frame_interval)
         return frames, fps, extra
-
-    def _start(self, entry: Entry, num_frames: int, share: float, budget: Budget) -> int:
-        """The first frame to read: of the middle, or at this share of the possible starts."""
-        available = entry.num_frames or count_frames(entry.path, budget)
-        room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
-        return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))
 
 
 def _read_array(path: Path, name: str, shape: tuple[int, ...], frames: slice | None) -> Tensor:
