@@ -225,12 +225,11 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
             clip_frames=shape.num_frames,
         )
 
-        extra: Mapping[str, Tensor] = {}
         # The rank with the first frame has them for the group.
-        if self.extra is not None and first == 0:
-            files = self.rows.files_of(sample.clip)
-            extra = self.extra.read(files, shape, start=start, interval=self.frame_interval)
-        return frames, fps, extra
+        if self.extra is None or first != 0:
+            return frames, fps, {}
+        files = self.rows.files_of(sample.clip)
+        return frames, fps, self.extra.read(files, shape, start=start, interval=self.frame_interval)
 
 
 def _read_array(path: Path, name: str, shape: tuple[int, ...], frames: slice | None) -> Tensor:
