@@ -28,7 +28,6 @@ from safetensors.torch import load_file
 from opensora_sp.config import load_train_config
 from opensora_sp.features.build import micro_batches_of_step
 from opensora_sp.parallel.communication import listening
-from opensora_sp.plugin import SequenceParallelPlugin
 from opensora_sp.training import trainer
 from opensora_sp.training.step import TrainingStep
 
@@ -121,14 +120,3 @@ def test_bad_numbers_are_refused(config: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             load_train_config(config, [*OPTIONS, *options])
-
-
-def plugin_of(config: Path) -> str:
-    cfg = load_train_config(config, [*OPTIONS, "accumulation_steps=2", "sp_size=1"])
-    assert SequenceParallelPlugin.from_config(cfg).accumulate_locally
-    plain = cfg.model_copy(update={"accumulation_steps": 1})
-    return str(SequenceParallelPlugin.from_config(plain).accumulate_locally)
-
-
-def test_the_plugin_sums_locally_above_one_micro_batch(config: Path) -> None:
-    assert run_ranks(1, plugin_of, config) == ["False"]
