@@ -102,12 +102,6 @@ def _text(clip: ClipShape) -> str:
 
 def check_text(text_encoder: dict[str, Any], model_config: Any) -> None:
     """Raise ValueError if a model cannot take the features of a text encoder."""
-    if getattr(model_config, "skip_y_embedder", False):
-        raise ValueError(
-            "got model.skip_y_embedder=True, for text features that are projected already; "
-            "expected False, since text comes from text_encoder; remove it"
-        )
-
     name, options = split_type("text_encoder", text_encoder)
     parameters = inspect.signature(component_class("text_encoder", name, TEXT_ENCODERS)).parameters
     default = getattr(parameters.get("max_length"), "default", None)

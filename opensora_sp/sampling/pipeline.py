@@ -19,7 +19,6 @@ from opensora_sp.diffusion import ConditioningFrames, OnStep, predictions_per_st
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
-from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.parallel import SequenceMesh
 
 from .decoding import Frames, decode
@@ -114,8 +113,7 @@ class Pipeline:
             # Not every process takes them.
             special["conditioning_frames"] = conditioning_frames
         latents = self.flow.sample(
-            # Each step is reported apart; the first one of a shape compiles.
-            reporting_compilation("sampling")(predict),
+            predict,
             z,
             geometry=geometry,
             frame_levels=levels,

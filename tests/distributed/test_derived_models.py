@@ -69,7 +69,6 @@ def rows_are_not_padded(case: DerivedCase, mesh: SequenceMesh) -> None:
     ("num_ranks", "cases"),
     [
         (3, FEW),
-        pytest.param(2, ALL, marks=pytest.mark.slow),
         pytest.param(3, ALL, marks=pytest.mark.slow),
     ],
 )

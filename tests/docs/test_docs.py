@@ -1,6 +1,6 @@
 """The documentation's commands: all are parsed, marked blocks are run (marks: ``pages.py``).
 
-The light ones run in CI, all of them in ``make test-docs``.
+Blocks run in ``make test-docs``, a part of CI.
 """
 
 from __future__ import annotations
@@ -76,16 +76,8 @@ def lay_out(folder: Path, *, trained: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the light blocks run; the demo's checkpoint is there."""
-    folder = tmp_path_factory.mktemp("docs")
-    lay_out(folder, trained=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def empty_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all blocks run, those that train among them."""
+    """Where the blocks run."""
     folder = tmp_path_factory.mktemp("all docs")
     lay_out(folder, trained=True)
     return folder
@@ -178,12 +170,6 @@ def test_runs_of_runnable_blocks_would_start(
 
 def name_of(block: Block) -> str:
     return f"{block.page}: {' '.join(block.commands[0][:3])}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [b for b in SHELL if b.runs_in_make_test], ids=name_of)
-def test_light_block_runs(block: Block, place: Path) -> None:
-    run_block(block, place)
 
 
 @pytest.mark.grid

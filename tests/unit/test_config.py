@@ -60,7 +60,10 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
         (["model.patch_size=(2, 2)"], r"got model.patch_size = \(2, 2\); expected one more entry"),
         (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; expected a valid boolean; change"),
-        (["model.skip_y_embedder=True"], "expected False, since text comes from text_encoder"),
+        (
+            ["model.skip_y_embedder=True"],
+            "got skip_y_embedder=True, for text that is projected already",
+        ),
         (["model.type=3"], "got model without the name of a type"),
         (["vae.pool=4"], "got vae.pool = 4; expected a valid tuple; change vae.pool"),
         (
