@@ -34,7 +34,6 @@ from opensora_sp.config import (
     InferenceConfig,
     build_component,
     check_launch,
-    unused_settings,
 )
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
@@ -274,8 +273,7 @@ def _sample_all(
         cost_model=cost_model,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
     )
-    for line in [groups.why, *unused_settings(cfg, groups.sp_size)]:
-        logger.info("%s", line)
+    logger.info("%s", groups.why)
     mesh = SequenceMesh(groups.sp_size)
     batches = groups.batches[mesh.dp_rank]
     placed = None

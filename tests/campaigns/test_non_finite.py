@@ -416,8 +416,7 @@ def assert_ended_as_it_should(fault: Fault, seen: Seen) -> None:
     assert in_a_row in seen.outcome or (
         "got NaN or infinity in " in seen.outcome and f" (rank {fault.rank})" in seen.outcome
     ), seen.outcome
-    advice = f"resume from the last good checkpoint, {seen.kept[-1]}, with --resume auto"
-    assert advice in seen.outcome, seen
+    assert "resume from the last good checkpoint with --resume auto" in seen.outcome, seen
     # What was saved before the fault is not rotated away.
     assert any(int(path.name.removeprefix("step_")) < FIRST for path in seen.kept), seen
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from open_sora_configs import (
     CASES,
-    OTHER_MODELS,
     SAMPLING,
     SAMPLING_1_3,
     V1_0,
@@ -28,7 +27,7 @@ from ranks import run_ranks
 from runs import write_toy_set
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.config import dump_config, load_either, load_inference_config, load_train_config
+from opensora_sp.config import dump_config, load_inference_config, load_train_config
 from opensora_sp.config.draft import Draft
 from opensora_sp.config.open_sora import RULES, translate
 from opensora_sp.data import Entry, Manifest, write_manifest
@@ -178,21 +177,6 @@ def test_what_is_missing_is_still_reported(tmp_path: Path) -> None:
     write(tmp_path, v12=V1_2)
     with pytest.raises(ValueError, match=r"with manifest None and path None; expected a manifest"):
         load_train_config(tmp_path / "v12.py")
-
-
-@pytest.mark.parametrize("family", OTHER_MODELS)
-def test_a_config_for_another_model_is_refused_for_that_reason_alone(
-    family: str, tmp_path: Path
-) -> None:
-    write(tmp_path, other=OTHER_MODELS[family])
-    with pytest.raises(ValueError) as error:
-        load_either(tmp_path / "other.py")
-    place, *findings = str(error.value).splitlines()
-    lines = OTHER_MODELS[family].lstrip().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if text.startswith("model"))
-    assert place == f"in {tmp_path / 'other.py'}:" and len(findings) == 1
-    assert "which is not supported here; expected one of ['STDiT-XL/2'" in findings[0]
-    assert findings[0].endswith(f"other.py:{line}]")
 
 
 def test_a_sampling_config_loads_as_it_is(tmp_path: Path) -> None:

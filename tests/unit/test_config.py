@@ -83,16 +83,9 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         (["image_size=None", "resolution=big"], "expected 'HxW' or a number"),
         (["noequals"], "expected key=value"),
         (["sp_size.x=1"], "sp_size is 2; expected a dict there"),
-        (
-            ["resume=auto"],
-            "unknown key 'resume'; expected a known one; pass the option --resume auto",
-        ),
         (["optimizer.lr=1e999"], "got optimizer.lr = .*; expected a finite number; change"),
         (["scheduler.cfg_scale=1e999"], "got scheduler.cfg_scale = inf; expected a finite number"),
-        (
-            ["vae.type=VideoAutoencoderKL"],
-            r"key 'vae.pool'.*--cfg-options .vae=dict\(type='VideoAutoencoderKL', ...\)",
-        ),
+        (["vae.type=VideoAutoencoderKL"], "unknown key 'vae.pool'"),
     ],
 )
 def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:
