@@ -89,8 +89,6 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         requests, weights = preflight(cfg)
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         compared |= {"lora": found_at(cfg.lora), "weights": found_at([str(weights)])}
-        # All ranks choose the same groups, by the number of ranks on their own host.
-        compared |= {"processes of each host": os.environ.get("LOCAL_WORLD_SIZE")}
     store = join_rendezvous(compared)
     with closing_process_group(), Watchdog(store, grace_time=0):
         device = start_process_group(store)
@@ -266,15 +264,12 @@ def _sample_all(
 
     cost_model = cost_model_of(cfg.cost_model)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    per_node = _fewest_ranks_on_a_node(world_size, device)
     groups = choose_groups(
-        cfg,
-        requests,
-        world_size,
-        cost_model=cost_model,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        cfg, requests, world_size, cost_model=cost_model, ranks_per_node=per_node
     )
     logger.info("%s", groups.why)
-    mesh = SequenceMesh(groups.sp_size)
+    mesh = SequenceMesh(groups.sp_size, ranks_per_node=per_node)
     batches = groups.batches[mesh.dp_rank]
     placed = None
     if device.type == "cuda":
@@ -289,6 +284,17 @@ def _sample_all(
             parts = pipeline.looped(batch, on_step=progress.advance)
             written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
+
+
+def _fewest_ranks_on_a_node(world_size: int, device: torch.device) -> int:
+    """The number by which all ranks choose the same groups and links, on nodes that differ.
+
+    Collective.
+    """
+    ranks_here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(ranks_here, dist.ReduceOp.MIN)
+    return int(ranks_here)
 
 
 class _Progress:

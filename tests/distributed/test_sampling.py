@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from opensora_sp.checkpoint import CheckpointFolder, Part, SaveJob, Saver
 from opensora_sp.config import load_inference_config
 from opensora_sp.data import read_video
 from opensora_sp.parallel import CommLedger, SequenceMesh
-from opensora_sp.sampling import read_prompts, sample
+from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.requests import requests_of
-from opensora_sp.sampling.run import _remaining_requests, build_pipeline, preflight
+from opensora_sp.sampling.run import _remaining_requests, _sample_all, build_pipeline, preflight
 
 PROMPTS = [
     "a red circle",
@@ -189,22 +189,26 @@ def test_the_script_writes_a_video_and_a_sheet_for_every_prompt(
         assert json.loads(video.with_suffix(".json").read_text())["prompt"] == prompt
 
 
-def test_ranks_compare_the_processes_of_their_hosts(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
+def sample_on_hosts(folder: Path, outputs: Path, hosts: list[int], sp_size: int) -> int:
+    """The number of videos that this rank has written."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(hosts[dist.get_rank()])
+    values = {"ckpt": str(folder), "prompts": PROMPTS[:1], "outputs": str(outputs)}
+    cfg = load_inference_config(folder / "sample.py", values=values)
+    cfg = cfg.model_copy(update={"sp_size": sp_size or None})
+    return len(_sample_all(cfg, *preflight(cfg), torch.device("cpu")))
+
+
+@pytest.mark.parametrize("sp_size", [0, 2])
+def test_hosts_may_have_different_numbers_of_processes(
+    trained: Path, tmp_path: Path, sp_size: int
 ) -> None:
-    """By which each chooses the groups."""
-    compared: list[dict[str, Any]] = []
+    """Ranks that know their own host's alone would form other groups, or use other links.
 
-    def join(settings: dict[str, Any]) -> None:
-        compared.append(settings)
-        raise InterruptedError
-
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr("opensora_sp.sampling.run.join_rendezvous", join)
-    values = {"ckpt": str(trained), "prompts": PROMPTS[:1]}
-    with pytest.raises(InterruptedError):
-        sample(load_inference_config(trained / "sample.py", values=values))
-    assert compared[0]["processes of each host"] == "1"
+    By two on a host, no pair spans hosts; by one on a host, each does.
+    """
+    written = run_ranks(4, sample_on_hosts, trained, tmp_path / "out", [2, 2, 1, 1], sp_size)
+    assert sum(written) == 1
+    assert len(list((tmp_path / "out").glob("*.mp4"))) == 1
 
 
 def test_prompt_files(tmp_path: Path) -> None:
