@@ -165,7 +165,7 @@ class TrainConfig(Common):
     noise_prob: dict[str, float] | None = None
     """With `noise_augmentation`: probability of each kind of degradation of a clip."""
 
-    noise_strength: dict[str, Any] | None = None
+    noise_strength: dict[str, list[int] | float] | None = None
     """With `noise_augmentation`: ratios to draw from, or the largest share of noise, by kind."""
 
     validation: Validation | None = None

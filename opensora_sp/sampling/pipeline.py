@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
+from opensora_sp.data.limits import Budget
 from opensora_sp.diffusion import ConditioningFrames, OnStep, predictions_per_step, size_conditions
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
@@ -224,7 +225,7 @@ class Pipeline:
         latents = []
         for path in prompt.references:
             limits = self.cfg.limits
-            frames = read_frames(path, time_limit=limits.seconds, limits=limits)
+            frames = read_frames(path, Budget.of(limits.seconds, limits))
             frames = frames[: planned_whole_frames(self.cfg.vae, len(frames))]
             clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))

@@ -1,8 +1,8 @@
 """Damaged bytes: bits flipped, blocks zeroed, files cut, extended, swapped or removed.
 
-Each trial damages files of a run's checkpoints or of a feature cache. What was written is either
-read as it was, or refused with the file's name. Nothing else may change: no file but for the rename
-to ``*.damaged``. The start after it does the same.
+Each trial damages files of a run's checkpoints. What was written is either read as it was, or
+refused with the file's name. Nothing else may change: no file but for the rename to ``*.damaged``.
+The start after it does the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from runs import write_training
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import checkpoint_name, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.data import CachedClip, CachedFeatures, Sample
 from opensora_sp.training.checkpointing import choose_checkpoint, find_checkpoint
 
 pytestmark = pytest.mark.campaign(
@@ -47,13 +46,11 @@ CHECKPOINT_FILES = (
     "ema/config.json",
     "ema/model.safetensors",
 )
-CACHE_FILES = ("index.json", "clips.jsonl", "shard-000000.safetensors", "shard-000001.safetensors")
 # Cases of each file, and trials of each kind in a case.
-PARTS, TRIALS = 2, 3
+PARTS, TRIALS = 3, 3
 SAMPLE = (
     "checkpoint COMMIT 0",
     "checkpoint optimizer.safetensors 0",
-    "cache shard-000001.safetensors 0",
 )
 TINY = ["model.depth=1", "batch_size=1", "num_frames=2", "image_size=(16, 16)", "ckpt_every=1"]
 
@@ -77,13 +74,10 @@ class Trial:
 
 
 def cases(random: Random) -> list[Case]:
-    targets = [("checkpoint", file) for file in CHECKPOINT_FILES]
-    targets += [("cache", file) for file in CACHE_FILES]
-
     found = []
-    for (target, file), part in product(targets, range(PARTS)):
+    for file, part in product(CHECKPOINT_FILES, range(PARTS)):
         trials = draw_trials(random, file)
-        found.append(Case(f"{target} {file} {part}", (target, trials), trials=len(trials)))
+        found.append(Case(f"checkpoint {file} {part}", (trials,), trials=len(trials)))
     return with_sample(found, SAMPLE)
 
 
@@ -287,97 +281,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Feature caches.
-
-
-def make_cache(folder: Path) -> None:
-    """A cache of two shards. Called by all ranks."""
-    from opensora_sp.features import cache_writer as module
-
-    with mock.patch.object(module, "CLIPS_PER_SHARD", 2):
-        options = ["max_steps=4", *TINY]
-        module.precompute(load_train_config(folder / "config.py", options), str(folder / "cache"))
-
-
-def read_all(folder: Path) -> list[object]:
-    """All that training reads of a cache of one shape."""
-    cache = CachedFeatures(str(folder))
-    (shape,) = cache.sizes
-    found: list[object] = [list(cache.rows), cache.fingerprint, cache.sizes]
-    for clip in range(len(cache)):
-        item = cache[Sample(clip, 0, shape)]
-        assert isinstance(item, CachedClip)
-        found += [item.latents.tolist(), item.text.tolist(), item.fps, cache.text_length(clip)]
-    return found
-
-
-def check_cache(whole: Path, place: Path, trial: Trial) -> bool:
-    """Read a damaged copy twice: what was written, or an error; whether it was one."""
-    shutil.copytree(whole, place)
-    random = Random(trial.seed)
-    others = [name for name in CACHE_FILES if (place / name).is_file()]
-    damage(place / trial.file, trial.kind, random, place / random.choice(others))
-    written, damaged = content(whole), content(place)
-    changed = [name for name in written if damaged.get(name) != written[name]]
-
-    errors = []
-    for _ in range(2):
-        try:
-            found = read_all(place)
-        except ValueError as error:
-            errors.append(str(error))
-            assert names_one(str(error), changed) and "expected" in str(error), error
-        else:
-            assert found == read_all(whole), f"{trial}: damage was read as if it were whole"
-    assert len(errors) in (0, 2) and len(set(errors)) < 2, f"starts differ: {errors}"
-    assert content(place) == damaged, "reading has changed files"
-    return bool(errors)
-
-
-def train_from_cache(folder: Path, cache: Path, outputs: Path) -> str:
-    """The error of a run from a damaged cache. Called by one rank."""
-    from opensora_sp.training.run import train
-
-    options = [f"outputs={outputs}", "max_steps=4", "sp_size=1", *TINY]
-    options += ["dataset={'type': 'CachedFeatures', 'path': " + repr(str(cache)) + "}"]
-    with pytest.raises(ValueError) as error:
-        train(load_train_config(folder / "config.py", options), resume="auto")
-    return str(error.value)
-
-
-@pytest.fixture(scope="module")
-def feature_cache(run: Path) -> Path:
-    run_ranks(1, make_cache, run)
-    assert {path.name for path in (run / "cache").iterdir()} == set(CACHE_FILES)
-    return run / "cache"
-
-
 # The campaign.
 
 
 def check(request: pytest.FixtureRequest, place: Path, case: Case) -> None:
     """Run the trials of a case."""
-    target, trials = case.arguments
-    if target == "checkpoint":
-        folder = request.getfixturevalue("run")
-        resumable, *_ = run_ranks(RANKS, start_damaged, folder, place, trials)
-        check_trained_on(folder, resumable[-1])
-    else:
-        check_caches(request.getfixturevalue("feature_cache"), place, trials)
-
-
-def check_caches(whole: Path, place: Path, trials: list[Trial]) -> None:
-    refused = [n for n, trial in enumerate(trials) if check_cache(whole, place / str(n), trial)]
-    assert refused, "nothing was damaged"
-    # The last of them, in training.
-    damaged = place / str(refused[-1])
-    before = content(damaged)
-    outputs = place / "outputs"
-    for _ in range(2):
-        (error,) = run_ranks(1, train_from_cache, whole.parent, damaged, outputs)
-        assert trials[0].file in error, error
-    assert content(damaged) == before
-    assert not list(outputs.glob("step_*"))
+    (trials,) = case.arguments
+    folder = request.getfixturevalue("run")
+    resumable, *_ = run_ranks(RANKS, start_damaged, folder, place, trials)
+    check_trained_on(folder, resumable[-1])
 
 
 def test_damage_is_refused(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> None:

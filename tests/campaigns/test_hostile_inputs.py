@@ -50,8 +50,8 @@ from opensora_sp.data import (
     read_frames,
     read_video,
 )
-from opensora_sp.data.cache import CachedClip, file_digest, sealed, shard_content
-from opensora_sp.data.cache import Shard as CacheShard
+from opensora_sp.data.cache import CachedClip, shard_content
+from opensora_sp.data.limits import Budget
 from opensora_sp.data.video import count_frames, probe
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
@@ -382,7 +382,8 @@ def image_or_video(attack: Attack) -> Reader:
     made = random.choice([playlist, playlist, mutated_video, mutated_video, mutated_video])
     path = place(attack, f"clip.{suffix}", made(attack, suffix))
     reader = random.choice([count_frames, probe, read_frames, partial(read_video, num_frames=1)])
-    return partial(reader, path, time_limit=10)
+    budget = Budget.of(10, Limits())
+    return partial(budget.run, partial(reader, path, budget))
 
 
 def playlist(attack: Attack, suffix: str) -> bytes:
@@ -554,21 +555,20 @@ def feature_cache(attack: Attack) -> Reader:
     (folder / "clips.jsonl").write_text('{"path": "/0.mp4", "text": "a"}\n' * 2)
     source = {"channels": 2, "width": 5, "max_length": 4}
     index = {
-        "format": 3,
+        "format": 4,
         "made_of": made_of,
         "source": source,
         "sizes": {"x".join(map(str, SIZE)): [2, 4, 4]},
-        "shards": {name: CacheShard.read(folder / name).checksum},
+        "shards": [name],
     }
     if random.random() < 0.3:
-        index["shards"] = {attack.path_out: 1}
+        index["shards"] = [attack.path_out]
     elif random.random() < 0.8:
         index = mutated(index, attack, random.randint(1, 3))
     if random.random() < 0.2:
         (folder / name).unlink()
         (folder / name).symlink_to(attack.outside.secret)
-    index["manifest_sha256"] = file_digest(folder / "clips.jsonl")
-    text = json.dumps(sealed(index)).encode()
+    text = json.dumps(index).encode()
     place(attack, "index.json", text if random.random() < 0.8 else hostile_json(attack, index))
     return partial(read_cache, folder)
 
@@ -609,7 +609,7 @@ def checkpoint(attack: Attack) -> Reader:
         listed = mutated(listed, attack, random.randint(1, 3))
     text = to_json(listed) if random.random() < 0.8 else hostile_json(attack, listed)
     place(attack, "step_00000002/manifest.json", text)
-    (folder / "COMMIT").write_bytes(_commit_text(text, 2))
+    (folder / "COMMIT").write_bytes(_commit_text(text))
     return partial(read_checkpoint, attack.folder)
 
 

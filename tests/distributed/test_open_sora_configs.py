@@ -130,7 +130,7 @@ def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
         "noise_prob.blur=1": "got noise_prob['blur'] = 1.0; expected a probability",
         "noise_prob.gaussian_feature=0.1": "noise_strength['gaussian_feature'] = None",
         "noise_strength.downsample_spatial=[3]": "expected a list of ratios, some of [1, 2, 4, 8]",
-        "noise_strength.downsample_spatial=[[2]]": "expected a list of ratios, some of",
+        "noise_strength.downsample_spatial=[[2]]": "expected a valid integer",
         "noise_strength.gaussian_pixel=2": "expected the largest share of noise, from 0 to 1",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -149,6 +149,7 @@ BAD_1_3 = {
     "batch_size=2": "with model.use_cond True, scheduler 'rflow' and batch_size 2; expected a",
     "model.use_cond=False": "got cond_type 'i2v_head' with model.use_cond False",
     "vae.micro_frame_size=16": "got vae.micro_frame_size 16; expected 1 more than a multiple of 4",
+    "vae.micro_batch_size=0": "got vae.micro_batch_size = 0; expected a number greater than or",
 }
 
 
@@ -166,7 +167,7 @@ def test_training_options_of_1_3_that_do_not_fit(tmp_path: Path) -> None:
         "mask_ratios={'image_head': 0.5}": "use_cond=True, 'rflow' and mask_ratios=None",
         "model.use_cond=False": "got mask_types with model.use_cond False",
         "scheduler.drop_condition={'both': 1}": "got 'both' in scheduler.drop_condition; expected",
-        "mask_types={'none': 0}": "expected a weight above 0",
+        "mask_types={'none': 0}": "expected weights of at least 0, and one above",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             load_train_config(tmp_path / "v13.py", ["dataset.manifest=x.csv", option])

@@ -338,22 +338,6 @@ def test_flash_attn_3_gets_keys_of_its_own(
     assert flash3.calls == ["rows"]
 
 
-def test_flash_attn_3_runs_between_graphs(
-    flash3: StandIn3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As all kernels do; many rows take several calls."""
-    monkeypatch.setattr(module, "MAX_ROWS", 2)
-    backend = module.Backend("flash3")
-
-    @torch.compile(backend="eager")
-    def compiled(z: torch.Tensor) -> torch.Tensor:
-        return attention(2 * z, z, z, backend=backend) + 1
-
-    z = drawn((3, 4, HEADS, WIDTH), 0, torch.bfloat16)
-    torch.testing.assert_close(compiled(z), _explicit(2 * z, z, z) + 1, rtol=0, atol=0.02)
-    assert flash3.calls == ["rows", "rows"]
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", [*EQUAL, *PACKED], ids=lambda case: str(case)[:40])
 def test_flash_attn_is_called_as_documented(

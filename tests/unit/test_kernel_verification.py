@@ -101,7 +101,7 @@ def every_kernel():
     """The results of all kernels of the project, interpreted, that differ."""
     wrong = []
     for name in kernel_names():
-        found = verify_kernel(name, Sizes(width=144, heads=2, hidden=288), torch.bfloat16, CPU)
+        found = verification._verify(name, Sizes(48, heads=2, hidden=96), torch.bfloat16, CPU)
         wrong += [str(one) for one in found if not one.ok]
     return wrong
 
