@@ -267,7 +267,7 @@ def memory_of(device: torch.device) -> float:
         return float(torch.cuda.get_device_properties(device).total_memory)
     # Ranks without a launcher may be on any host.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return psutil.virtual_memory().total / ranks
+    return float(psutil.virtual_memory().total / ranks)
 
 
 def _smallest(memory: float, device: torch.device) -> float:

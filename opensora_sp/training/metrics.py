@@ -280,8 +280,8 @@ def draw_loss(run_dir: Path) -> None:
     axes = figure.subplots()
     logged = [line for line in read_metrics(run_dir) if line.get("loss") is not None]
     if logged:
-        steps, losses = (np.array([line[key] for line in logged]) for key in ("step", "loss"))
-        mean = running_mean(losses)
+        steps, losses = ([line[key] for line in logged] for key in ("step", "loss"))
+        mean = running_mean(np.array(losses))
         axes.plot(steps, losses, color="tab:blue", linewidth=0.8, alpha=0.3)
         axes.plot(steps[-len(mean) :], mean, color="tab:blue", label=run_dir.name)
     validations = read_validations(run_dir)

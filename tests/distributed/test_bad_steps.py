@@ -157,7 +157,7 @@ def test_outcomes_are_read_one_step_late_where_no_log_or_checkpoint_needs_them(
 ) -> None:
     for error in outcomes.of("ended late"):
         assert "in 3 steps in a row, up to step 4 (max_bad_steps)" in error
-        assert "and resume from the beginning" in error
+        assert "and resume from the last good checkpoint" in error
     assert outcomes.of("ended late")[1].endswith("; began step 5")
 
     assert outcomes.of("stopped late") == ["finished", "finished"]

@@ -72,6 +72,7 @@ STEPS = [
     ((1, 5, 10), dict(model=WINDOWS), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
+    ((1, 128, 4), dict(model=WINDOWS), 4, torch.float32, True),  # one window
     ((1, 2, 4), dict(model=WINDOWS), 4, torch.float32, True),  # and two frames
     ((1, 5, 6), dict(model=dict(full_attention=True)), 4, torch.float32, True),
     ((1, 5, 6), dict(model=IMAGES), 4, torch.float32, True),  # nothing is sent

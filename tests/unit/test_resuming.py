@@ -257,7 +257,7 @@ def test_no_save_replaces_good_checkpoints_by_worse_ones(
     checkpoints.save(state_of_a_run(weight), {"step": 3}, rotate=False)
 
     weight[2] = float("nan")
-    message = f"NaN or infinity in weight .* after step 4; .* checkpoint, {tmp_path}/step_00000003,"
+    message = "NaN or infinity in weight .* after step 4; .*from the last good checkpoint"
     with pytest.raises(ValueError, match=message):
         checkpoints.save(state_of_a_run(weight), {"step": 4})
     kept = [path.name for path in committed_checkpoints(tmp_path)]

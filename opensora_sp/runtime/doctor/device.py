@@ -44,8 +44,6 @@ from opensora_sp.runtime.host_checks import use_device
 from opensora_sp.runtime.rank_info import versions
 from opensora_sp.training.sp_verification import fill_zero_parameters, small_batch
 
-__all__ = ["Examination", "Finding", "Setup", "setup_for"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TIMEOUT = 90.0  # seconds for all checks of the ranks
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -62,10 +60,6 @@ class Setup:
 
     device: torch.device
     num_ranks: int
-
-    @property
-    def is_small(self) -> bool:
-        return self.device.type == "cpu"
 
     @property
     def name(self) -> str:
@@ -185,7 +179,7 @@ def _worst(name: str, compared: Sequence[Difference]) -> Finding:
 def check_attention(kernel: str, setup: Setup) -> Iterator[Finding]:
     """A kernel of attention in the calls of a model that it can run here."""
     platform = Platform.of(setup.device, deterministic=False)
-    lengths = {"spatial": [100] if setup.is_small else [256], "temporal": [16]}
+    lengths = {"spatial": [100] if setup.device == CPU else [256], "temporal": [16]}
     for name, dtype in DTYPES.items():
         cases = [
             case
@@ -201,9 +195,8 @@ def check_attention(kernel: str, setup: Setup) -> Iterator[Finding]:
 
 def check_kernel(kernel: str, setup: Setup) -> Iterator[Finding]:
     """The worst value or gradient of a Triton kernel, in bfloat16 and in float32."""
-    reason: str | None = "Triton compiles for GPUs"
-    if setup.device.type == "cuda":
-        reason = obstacle(setup.device)
+    is_gpu = setup.device.type == "cuda"
+    reason = obstacle(setup.device) if is_gpu else "Triton compiles for GPUs"
     if reason:
         yield Finding(f"kernel {kernel}", note=reason, is_skipped=True)
         return
@@ -218,7 +211,7 @@ def check_kernel(kernel: str, setup: Setup) -> Iterator[Finding]:
 def small_model(name: str, setup: Setup) -> tuple[Any, dict[str, Any]]:
     """A model of two blocks with the head width of XL/2, in float64 on CPU, and inputs for it."""
     # Frames, height, width. The CPU's part of all checks takes a minute on two cores.
-    latents = (4, 8, 8) if setup.is_small else (8, 32, 32)
+    latents = (4, 8, 8) if setup.device == CPU else (8, 32, 32)
     cls, options = VARIANTS[name]
     if has_one_size(CLASSES[cls]):
         options = options | dict(input_size=latents)
