@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import gc
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from cuda_cases import batch, build, step
 from cuda_stub import requires_stub, run_on_stub
 from stream_checker import StreamChecker
 
-from opensora_sp.models.recompute import OFFLOADED, HostMemory
+from opensora_sp.models.recompute import OFFLOADED
 
 pytestmark = requires_stub
 
@@ -54,38 +53,6 @@ def test_each_input_is_copied_and_the_host_waits_for_none() -> None:
         assert computing == {0} and stream != 0
         assert not part.syncs
         assert not [one for one in part.allocations if one.kind == "pinned"], "buffers are reused"
-
-
-def on_timeline() -> list[str]:
-    """What is queued for the blocks of the second step, in order."""
-    model = build(CASE, checkpoint="offload")
-    inputs = batch(CASE, model)
-    step(model, inputs, "first ")
-
-    events: list[str] = []
-    copy, wait = HostMemory.copy, HostMemory.wait
-
-    def note_copy(self: HostMemory, target: Any, source: Any) -> Any:
-        events.append("out" if target.device.type == "cpu" else "back")
-        return copy(self, target, source)
-
-    def note_wait(self: HostMemory, copied: Any) -> None:
-        events.append("wait")
-        wait(self, copied)
-
-    for number, block in enumerate(model.transformer_blocks):
-        block.register_forward_pre_hook(lambda *_, number=number: events.append(f"block {number}"))
-    with patch.object(HostMemory, "copy", note_copy), patch.object(HostMemory, "wait", note_wait):
-        step(model, inputs, "")
-    return events
-
-
-def test_a_block_is_computed_between_each_copy_and_the_wait_for_it() -> None:
-    # Spatial blocks are numbered before temporal ones.
-    forward = ["out", "block 0", "wait", "out", "block 2", "wait", "out", "block 1", "wait", "out"]
-    backward = ["wait", "back", "block 3", "wait", "back", "block 1", "wait", "back", "block 2"]
-    expected = [*forward, "block 3", *backward, "wait", "block 0"]
-    assert run_on_stub(on_timeline).result == expected
 
 
 # --- the order of streams

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +15,10 @@ import pytest
 from pages import BLOCKS, PAGES, SHELL, Block
 from ranks import free_port
 from runs import BIN, ROOT, write_toy_set
-from safetensors.torch import save_file
 
-from opensora_sp.checkpoint import write_model_config
 from opensora_sp.cli import command_module
 from opensora_sp.cli import sample as sample_command
-from opensora_sp.config import load_either, load_inference_config, load_train_config
-from opensora_sp.models import build_model
+from opensora_sp.config import load_either, load_train_config
 
 ENTRY = f"""#!{sys.executable}
 from opensora_sp.cli import main
@@ -32,11 +28,8 @@ if __name__ == "__main__":
 """
 
 
-def lay_out(folder: Path, *, trained: bool) -> None:
-    """A folder like the project's with what the pages presuppose: clips, prompts, captions.
-
-    Where nothing is ``trained``, also a toy set and a random checkpoint of the demo's model.
-    """
+def lay_out(folder: Path) -> None:
+    """A folder like the project's with what the pages presuppose: clips, prompts, captions."""
     for name in ("configs", "scripts", "benchmarks", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
@@ -55,26 +48,13 @@ def lay_out(folder: Path, *, trained: bool) -> None:
     )
     (folder / "captions.csv").write_text(captions)
     (folder / "videos" / "clips.csv").unlink()
-    if trained:
-        return
-    manifest = write_toy_set(folder / "data" / "toy", 40)
-    (folder / "data" / "clips.csv").write_text(
-        manifest.read_text().replace("\n", "\ntoy/").removesuffix("toy/")
-    )
-    for i in (0, 1):
-        shutil.copy(folder / f"data/toy/{i}.mp4", folder / f"data/toy/0000{i}.mp4")
-    options = dict(load_inference_config(str(ROOT / "configs/demo/sample.py")).model)
-    model = build_model(options.pop("type"), **options)
-    (folder / "outputs" / "short").mkdir(parents=True)
-    save_file(model.state_dict(), folder / "outputs" / "short" / "model.safetensors")
-    write_model_config(folder / "outputs" / "short", "STDiT3", model.config)
 
 
 @pytest.fixture(scope="module")
 def empty_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the blocks run."""
     folder = tmp_path_factory.mktemp("all docs")
-    lay_out(folder, trained=True)
+    lay_out(folder)
     return folder
 
 
@@ -123,7 +103,7 @@ def check(words: list[str]) -> None:
 
 
 def test_every_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lay_out(tmp_path, trained=False)
+    lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
     for block in SHELL:
         subprocess.run(["bash", "-n", "-c", block.script], check=True)

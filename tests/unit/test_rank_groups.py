@@ -13,7 +13,6 @@ from opensora_sp.parallel.rank_groups import (
     RankGroup,
     check_degrees,
     fixed_groups,
-    group_sizes,
     groups_with,
     nested_groups,
     within_nodes,
@@ -95,16 +94,6 @@ def test_a_group_on_several_nodes_has_whole_nodes(world: tuple[int, int]) -> Non
         if len(nodes) > 1:
             assert group.start % ranks_per_node == 0
             assert group.stop % ranks_per_node == 0 or group.stop == world_size
-
-
-def test_a_group_asks_for_its_members() -> None:
-    group = RankGroup(4, 7)
-
-    assert [rank for rank in range(9) if rank in group] == [4, 5, 6]
-    assert group.size == 3
-    assert str(group) == "ranks 4-6"
-    assert str(RankGroup(4, 5)) == "rank 4"
-    assert group_sizes(nested_groups(7, 8)) == [1, 2, 3, 4, 7]
 
 
 @pytest.mark.parametrize(
