@@ -58,6 +58,7 @@ from .outputs import (
 )
 from .pipeline import Pipeline
 from .process_groups import (
+    Groups,
     choose_groups,
     counted,
     free_memory,
@@ -191,15 +192,16 @@ def build_pipeline(
     weights: Path,
     mesh: SequenceMesh,
     device: torch.device,
-    *,
-    placed: InferenceConfig | None = None,
+    groups: Groups | None = None,
 ) -> Pipeline:
     """The model with its weights, parallelized over the mesh, and the encoders.
 
     Args:
-        placed: the config of the encoders, where some of their weights wait on the host.
+        groups: by whose batches some weights of the encoders wait on the host, on a GPU.
     """
-    encoders = placed or cfg
+    encoders = cfg
+    if groups is not None and device.type == "cuda":
+        encoders = place_encoders(cfg, groups, free_memory(device))
     vae = build_component(encoders.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(encoders.text_encoder, TEXT_ENCODERS).to(device)
     adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
@@ -271,10 +273,7 @@ def _sample_all(
     logger.info("%s", groups.why)
     mesh = SequenceMesh(groups.sp_size, ranks_per_node=per_node)
     batches = groups.batches[mesh.dp_rank]
-    placed = None
-    if device.type == "cuda":
-        placed = place_encoders(cfg, groups, free_memory(device))
-    pipeline = build_pipeline(cfg, weights, mesh, device, placed=placed)
+    pipeline = build_pipeline(cfg, weights, mesh, device, groups)
 
     folder.mkdir(parents=True, exist_ok=True)
     progress = _Progress(len(batches) * cfg.loop * pipeline.flow.num_sampling_steps, mesh.rank)
