@@ -5,7 +5,7 @@ random numbers, and all come back together. So the training loop never works out
 micro-batch the items belong to.
 
 On a GPU, batches are pinned by a thread of the ``DataLoader`` and copied one ahead
-(``transfer.copied_ahead``). In memory at a time are, at most, two batches for each worker on the
+(``copied_ahead``). In memory at a time are, at most, two batches for each worker on the
 host (``prefetch_factor``), and three on the device.
 """
 

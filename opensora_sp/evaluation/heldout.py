@@ -151,7 +151,7 @@ class HeldoutLoss:
                 batch = self.batches.make(features, draws, timestep=k)
                 inputs = batch.inputs | dict(y=text, mask=None)
                 shard = self.model(batch.x_t, **inputs, output="shards")
-                sums.append(self.batches.flow.losses(shard, batch.noised).sum())
+                sums.append(self.batches.process.losses(shard, batch.noised).sum())
         return torch.stack(sums).view(len(seeds), bins)
 
 

@@ -276,7 +276,7 @@ def _sample_all(
     pipeline = build_pipeline(cfg, weights, mesh, device, groups)
 
     folder.mkdir(parents=True, exist_ok=True)
-    progress = _Progress(len(batches) * cfg.loop * pipeline.flow.num_sampling_steps, mesh.rank)
+    progress = _Progress(len(batches) * cfg.loop * pipeline.process.num_sampling_steps, mesh.rank)
     written = []
     with logging_redirect_tqdm([LOGGER]), progress.bar:
         for batch in batches:

@@ -89,7 +89,7 @@ class Session:
             # Rank 0 writes the video and its JSON.
             batch = with_digests([work.request]) if is_rank_0 else [work.request]
         done, folder = itertools.count(1), Path(work.cfg.outputs)
-        total = work.cfg.loop * pipeline.flow.num_sampling_steps
+        total = work.cfg.loop * pipeline.process.num_sampling_steps
 
         def report(number: int, t: Tensor, latents: Tensor) -> None:
             self._end_if_cancelled()

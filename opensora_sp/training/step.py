@@ -144,7 +144,7 @@ class TrainingStep:
         self.activations.set_levels_for(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
-            losses = self.batch_maker.flow.losses(shard, batch.noised)
+            losses = self.batch_maker.process.losses(shard, batch.noised)
             if is_idle:
                 # ZeRO reduces gradients in the order in which a backward pass yields them, so idle
                 # replicas run one.

@@ -267,7 +267,7 @@ class Trainer:
             mesh, self.module, dataset, plan, self.source, corrupt, self.device, whole=whole
         )
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
-        self.batches = BatchMaker(cfg, self.device)
+        self.batch_maker = BatchMaker(cfg, self.device)
 
         self.rank_batches = self._make_rank_batches()
         self.loader = StepLoader(
@@ -315,7 +315,7 @@ class Trainer:
             self.tensors,
             self.encoder,
             self.draws,
-            self.batches,
+            self.batch_maker,
             ActivationBudget(cfg, module, mesh, device, self.reserved, buckets, self.options),
             meter.count,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
@@ -327,7 +327,7 @@ class Trainer:
             from .validation import Validator
 
             self.validator = Validator(
-                cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batches
+                cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batch_maker
             )
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),

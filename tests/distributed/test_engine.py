@@ -95,9 +95,9 @@ def mixed_layouts() -> None:
     )
 
     with pytest.raises(ValueError, match=r"expected \[2, channels, 5, 7, 9\]"):
-        double.layout.slice(make_inputs(PLAIN[0])["x"])
+        double.rows.slice(make_inputs(PLAIN[0])["x"])
 
-    block, rows = model.spatial_blocks[0], single.layout.transposed()
+    block, rows = model.spatial_blocks[0], single.rows.transposed()
     with pytest.raises(
         ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5; expected \[5, 20"
     ):

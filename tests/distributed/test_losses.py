@@ -86,7 +86,7 @@ def step(case: Case, process, mesh: SequenceMesh | None) -> Step:
     for gradient in gradients.values():
         dist.all_reduce(gradient)
         gradient /= mesh.sp_size
-    return losses, gradients, shard.layout.count
+    return losses, gradients, shard.rows.count
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_predictions_for_padding_and_conditioning_frames_do_not_count(
     noised = noised_batch(case, process, inputs)
     shard = parallelize(make_model(case), SequenceMesh(1))(**inputs, output="shards")
     counts = torch.ones(2, 5) if noised.x_mask is None else noised.x_mask
-    counted = shard.layout.slice(counts).bool()  # [R, L, V]; beyond the border zero
+    counted = shard.rows.slice(counts).bool()  # [R, L, V]; beyond the border zero
 
     assert 0 < counted.sum() < counted.numel()
     losses = []
@@ -224,7 +224,7 @@ def test_predictions_for_padding_and_conditioning_frames_do_not_count(
             .masked_fill(~counted[..., None], outside)
         )
         tensor = tensor.flatten(-2).requires_grad_()
-        losses.append(process.losses(Shard(tensor, shard.layout), noised))
+        losses.append(process.losses(Shard(tensor, shard.rows), noised))
         losses[-1].sum().backward()
         gradient = tensor.grad.unflatten(-1, (counted.shape[-1], -1))
         assert (

@@ -238,7 +238,7 @@ def gradients(
 ) -> list[Tensor]:
     """Each sample's loss, and the gradient of every parameter, of a batch."""
     batch = batch_of(cfg, model.config, features, 5, ids)
-    losses = BatchMaker(cfg, CPU).flow.losses(
+    losses = BatchMaker(cfg, CPU).process.losses(
         model(batch.x_t, **batch.inputs, **({"output": "shards"} if shards else {})), batch.noised
     )
     rank_loss(losses, global_samples=len(ids), world_size=world).backward()
