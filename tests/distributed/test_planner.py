@@ -220,7 +220,9 @@ def measured_peak(cfg: TrainConfig) -> int:
                 batch = batch_of(cfg, model.config, features, micro_batch, range(cfg.batch_size))
                 shard = boosted(batch.x_t, **batch.inputs, output="shards")
                 loss = rank_loss(
-                    velocity_loss(shard, batch.target), global_samples=4, world_size=mesh.world_size
+                    velocity_loss(shard, batch.noised.target),
+                    global_samples=4,
+                    world_size=mesh.world_size,
                 )
                 booster.backward(loss, optimizer)
             optimizer.step()
