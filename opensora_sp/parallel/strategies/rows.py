@@ -62,8 +62,8 @@ class SwitchRows(Strategy):
     The method of DSP (Zhao et al., 2024). Here ranges of rows are balanced, so that nothing has to
     divide and nothing is padded.
 
-    With overlap ``segment``, ``tokenwise`` and ``switch`` hand an ``InFlightSwitch`` on, which is the
-    model's ``x`` between the last two.
+    With overlap ``segment``, ``tokenwise`` and ``switch`` hand an ``InFlightSwitch`` on, which is
+    the model's ``x`` between the last two.
     """
 
     label = "switch"
