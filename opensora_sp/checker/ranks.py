@@ -1,0 +1,173 @@
+"""Processes of this host that a check starts, with a deadline and the stacks of those that wait."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .definition import BadInput, load_definition
+from .run import RankResult, Work
+
+# Seconds that other ranks have once one has failed.
+GRACE = 5.0
+STACK_LINES = 12
+
+
+@dataclass
+class Outcome:
+    """End of a rank: its result, an error that it has raised, or the stack where it waits."""
+
+    result: RankResult | None = None
+    raised: str = ""
+    stack: str = ""
+    module: str | None = None
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    stack_file: Path
+    outcome: Outcome = field(default_factory=Outcome)
+    is_done: bool = False
+
+
+def run_ranks(
+    source: Any, ranks: int, seed: int, dtype: torch.dtype, seconds: float
+) -> list[Outcome]:
+    """Run the check's work on gloo processes of this host; returns an outcome for each rank.
+
+    Raises:
+        BadInput: of the first rank that raises it.
+    """
+    # A forked rank needs no import of torch, and takes functions that cannot be pickled.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                arguments = (rank, ranks, folder, theirs, source, seed, dtype, seconds)
+                process = context.Process(target=_rank_main, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                started.append(_Rank(process, ours, Path(folder, f"stack{rank}")))
+            _collect(started, seconds)
+        finally:
+            for rank_process in started:
+                rank_process.process.kill()
+                rank_process.process.join()
+    return [rank_process.outcome for rank_process in started]
+
+
+def _collect(ranks: list[_Rank], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while pending := {rank.pipe: rank for rank in ranks if not rank.is_done}:
+        ready = wait(list(pending), max(deadline - time.monotonic(), 0))
+        if not ready:
+            _read_stacks(list(pending.values()))
+            return
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending[pipe]
+            _receive(rank)
+            if rank.outcome.raised:
+                deadline = min(deadline, time.monotonic() + GRACE)
+
+
+def _receive(rank: _Rank) -> None:
+    try:
+        kind, content = rank.pipe.recv()
+    except EOFError:
+        rank.process.join()
+        kind, content = "raised", f"end of the process, exit status {rank.process.exitcode}"
+
+    if kind == "entered":
+        rank.outcome.module = content
+        return
+    if kind == "bad input":
+        raise BadInput(content)
+    rank.is_done = True
+    if kind == "raised":
+        rank.outcome.raised = content
+    else:
+        rank.outcome.result = torch.load(io.BytesIO(content), weights_only=False)
+
+
+def _read_stacks(waiting: list[_Rank]) -> None:
+    """Have the ranks that wait write the stacks of their threads."""
+    for rank in waiting:
+        os.kill(rank.process.pid, signal.SIGUSR2)
+    time.sleep(0.5)
+    for rank in waiting:
+        lines = rank.stack_file.read_text().splitlines() if rank.stack_file.exists() else []
+        mains = [index for index, line in enumerate(lines) if line.startswith("Current thread")]
+        lines = lines[mains[0] + 1 :] if mains else lines
+        kept = [line.strip() for line in lines if f"{os.sep}checker{os.sep}" not in line]
+        rank.outcome.stack = "\n".join(kept[:STACK_LINES]) or "(no stack)"
+
+
+def _rank_main(
+    rank: int,
+    ranks: int,
+    folder: str,
+    pipe: Connection,
+    source: Any,
+    seed: int,
+    dtype: torch.dtype,
+    seconds: float,
+) -> None:
+    """The life of a rank; it ends when the parent ends it, so that none sees another's end."""
+    stack_file = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, stack_file, all_threads=False)
+    torch.set_num_threads(1)
+
+    def connect() -> dist.ProcessGroup:
+        store = dist.FileStore(str(Path(folder, "store")), ranks)
+        limit = timedelta(seconds=2 * seconds + 60)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    work = Work(load_definition(source), seed, dtype)
+    pipe.send(outcome_of(work, connect, lambda name: pipe.send(("entered", name))))
+    signal.pause()
+
+
+def outcome_of(
+    work: Work, connect: Callable[[], dist.ProcessGroup], on_enter: Callable[[str], object]
+) -> tuple[str, Any]:
+    """("bad input", text), ("raised", text) or ("result", bytes) of this rank's work."""
+    try:
+        # Before there is a process group, which a model could ask for.
+        reference, exact = work.reference()
+        group = connect()
+        result = work.parallel(group, reference, on_enter)
+        if dist.get_rank() == 0:
+            result.reference, result.exact = reference, exact
+    except BadInput as error:
+        return "bad input", str(error)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno} in {frame.name}"
+        return "raised", f"{type(error).__name__}: {error} ({place})"
+
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    return "result", buffer.getvalue()
