@@ -5,12 +5,12 @@ and a function that applies the parallelism.
 """
 
 from .check import check_parallel
-from .definition import Applied, BadInput, Cut, Heads
+from .definition import Applied, Cut, DefinitionError, Heads
 from .report import Finding, ModuleDifference, Report
 
 __all__ = [
     "Applied",
-    "BadInput",
+    "DefinitionError",
     "Cut",
     "Finding",
     "Heads",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .definition import BadInput, load_definition
+from .definition import DefinitionError, load_definition
 from .gradients import Gradients, reductions
 from .layouts import distance, match
-from .ranks import Outcome, run_ranks
+from .ranks import Outcome, run_as_rank, run_ranks
 from .recording import plain_name
 from .report import Finding, ModuleDifference, Report
 from .run import RankResult, Trace
@@ -40,7 +41,7 @@ def check_parallel(
 ) -> Report:
     """Compare a model on P ranks, under somebody's parallelism, with the same model on one.
 
-    The ranks are gloo processes of this host.
+    The ranks are gloo processes of this host, or torchrun's, on GPUs where there are any.
 
     Args:
         definition: a file's path, or an object (such as a module) with ``build() -> nn.Module``,
@@ -48,23 +49,27 @@ def check_parallel(
             ``apply(model, group)``, which applies the parallelism in place and may return
             ``Applied`` or how gradients are reduced, and optionally ``step(model, batch)``, which
             returns "loss", "gradient_norm", "validation_loss", or some of them.
-        ranks: P.
+        ranks: P, unless torchrun has started them.
         dtype: of weights and inputs. In float64, casts to lower precisions are lifted to it.
         seconds: after which a rank that has not ended is waiting.
 
     Raises:
-        BadInput (a ValueError): if the definition cannot be checked.
+        DefinitionError (a ValueError): if the definition cannot be checked.
     """
-    if dtype not in DTYPES or ranks < 2:
-        raise BadInput(
+    is_launched = dist.is_torchelastic_launched() or dist.is_initialized()
+    if dtype not in DTYPES or (ranks < 2 and not is_launched):
+        raise DefinitionError(
             f"got dtype {dtype!r} and {ranks} ranks; expected one of {', '.join(DTYPES)}, and 2 "
             "ranks or more; change them"
         )
-    load_definition(definition)
-    outcomes = run_ranks(definition, ranks, seed, DTYPES[dtype], seconds)
-    report = Report(ranks)
+    functions = load_definition(definition)
+    if is_launched:
+        outcomes = run_as_rank(functions, seed, DTYPES[dtype], seconds)
+    else:
+        outcomes = run_ranks(definition, ranks, seed, DTYPES[dtype], seconds)
+    report = Report(len(outcomes))
     results = [outcome.result for outcome in outcomes if outcome.result is not None]
-    if len(results) < ranks:
+    if len(results) < len(outcomes):
         report.findings += failures(outcomes)
         return report
     Comparison(results, report).run()

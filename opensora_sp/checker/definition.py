@@ -13,7 +13,7 @@ from torch import nn
 REQUIRED = ("build", "batch", "apply")
 
 
-class BadInput(ValueError):
+class DefinitionError(ValueError):
     """The definition cannot be checked; got / expected / what to do."""
 
 
@@ -52,12 +52,12 @@ def load_definition(source: Any) -> Any:
     """The definition itself, or the module of a file, with all functions that are required.
 
     Raises:
-        BadInput: if it has not, or if the file cannot be imported.
+        DefinitionError: if it has not, or if the file cannot be imported.
     """
     definition = _import_file(Path(source)) if isinstance(source, str | Path) else source
     missing = [name for name in REQUIRED if not callable(getattr(definition, name, None))]
     if missing:
-        raise BadInput(
+        raise DefinitionError(
             f"got a definition without {' and '.join(missing)} ({source}); expected build(), "
             "batch(seed) and apply(model, group), and optionally step(model, batch); add "
             f"{'it' if len(missing) == 1 else 'them'}"
@@ -68,7 +68,7 @@ def load_definition(source: Any) -> Any:
 def _import_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"checked_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise BadInput(f"got {path}; expected a Python file to check; pass its path")
+        raise DefinitionError(f"got {path}; expected a Python file to check; pass its path")
 
     module = importlib.util.module_from_spec(spec)
     # For modules next to it, and for what looks its own module up.
@@ -77,7 +77,7 @@ def _import_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise BadInput(
+        raise DefinitionError(
             f"got {type(error).__name__} from importing {path} ({error}); expected a file that can "
             "be imported; mend it"
         ) from error
@@ -88,7 +88,7 @@ def applied_of(answer: Any, model: nn.Module) -> Applied:
     """What ``apply`` has returned, as ``Applied`` with a model."""
     applied = answer if isinstance(answer, Applied) else Applied(gradients=answer)
     if applied.gradients not in (None, "sum", "mean", "none"):
-        raise BadInput(
+        raise DefinitionError(
             f"got {applied.gradients!r} from apply; expected None, 'sum', 'mean', 'none' or "
             "Applied(...): how the ranks' gradients make those of one process; return one of them"
         )

@@ -131,24 +131,20 @@ def _candidates(
 def _partly_replicated(
     parts: list[Tensor], axis: int, count: int
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """The first or the last ``count`` rows are whole on each rank, such as text in joint streams."""
-    if any(part.shape[axis] < count for part in parts):
-        return
+    """Layouts whose first or last ``count`` rows are whole on each rank, such as text."""
     sizes = [part.shape[axis] - count for part in parts]
-    for place in ("first", "last"):
-        starts = (0, count) if place == "first" else None
-        rows = [
-            part.narrow(axis, 0 if starts else part.shape[axis] - count, count) for part in parts
-        ]
-        local = [
-            part.narrow(axis, count if starts else 0, size) for part, size in zip(parts, sizes)
-        ]
-        whole = torch.cat(local, axis)
-        order = (lambda shared: [shared, whole]) if starts else (lambda shared: [whole, shared])
-        yield (
-            f"cut on axis {axis}, its {place} {count} replicated",
-            [torch.cat(order(shared), axis) for shared in rows],
-        )
+    if min(sizes) < 0:
+        return
+
+    first = [part.split([count, size], axis) for part, size in zip(parts, sizes)]
+    local = torch.cat([rows for _, rows in first], axis)
+    gathered = [torch.cat([shared, local], axis) for shared, _ in first]
+    yield f"cut on axis {axis}, its first {count} replicated", gathered
+
+    last = [part.split([size, count], axis) for part, size in zip(parts, sizes)]
+    local = torch.cat([rows for rows, _ in last], axis)
+    gathered = [torch.cat([local, shared], axis) for _, shared in last]
+    yield f"cut on axis {axis}, its last {count} replicated", gathered
 
 
 def _mended_later(reference: Tensor, parts: list[Tensor]) -> Iterator[Match]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-LIFTED = {dtype: torch.float64 for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+LOWER = (torch.float32, torch.bfloat16, torch.float16)
+LIFTED = dict.fromkeys(LOWER, torch.float64)
 CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
@@ -32,8 +33,7 @@ class ObservedPrecision(TorchFunctionMode):
 
         result = self.call(func, args, kwargs or {})
         if isinstance(result, Tensor) and result.is_floating_point():
-            if torch.finfo(result.dtype).eps > torch.finfo(self.lowest).eps:
-                self.lowest = result.dtype
+            self.lowest = max(self.lowest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         name = getattr(func, "__name__", "")
         self.has_dropout |= "dropout" in name or "bernoulli" in name
         return result

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .definition import BadInput, load_definition
+from .definition import DefinitionError, load_definition
 from .run import RankResult, Work
 
 # Seconds that other ranks have once one has failed.
@@ -54,7 +54,7 @@ def run_ranks(
     """Run the check's work on gloo processes of this host; returns an outcome for each rank.
 
     Raises:
-        BadInput: of the first rank that raises it.
+        DefinitionError: of the first rank that raises it.
     """
     # A forked rank needs no import of torch, and takes functions that cannot be pickled.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -101,13 +101,17 @@ def _receive(rank: _Rank) -> None:
     if kind == "entered":
         rank.outcome.module = content
         return
-    if kind == "bad input":
-        raise BadInput(content)
     rank.is_done = True
+    _take(rank.outcome, kind, content)
+
+
+def _take(outcome: Outcome, kind: str, content: Any) -> None:
+    if kind == "bad input":
+        raise DefinitionError(content)
     if kind == "raised":
-        rank.outcome.raised = content
+        outcome.raised = content
     else:
-        rank.outcome.result = torch.load(io.BytesIO(content), weights_only=False)
+        outcome.result = torch.load(io.BytesIO(content), weights_only=False)
 
 
 def _read_stacks(waiting: list[_Rank]) -> None:
@@ -121,6 +125,38 @@ def _read_stacks(waiting: list[_Rank]) -> None:
         lines = lines[mains[0] + 1 :] if mains else lines
         kept = [line.strip() for line in lines if f"{os.sep}checker{os.sep}" not in line]
         rank.outcome.stack = "\n".join(kept[:STACK_LINES]) or "(no stack)"
+
+
+def run_as_rank(definition: Any, seed: int, dtype: torch.dtype, seconds: float) -> list[Outcome]:
+    """Run the check's work as a rank that a launcher has started; returns all ranks' outcomes.
+
+    A rank that waits prints its stack after ``seconds``, and ends.
+
+    Raises:
+        DefinitionError: on all ranks.
+    """
+    device = "cpu"
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = f"cuda:{local_rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+
+    def connect() -> dist.ProcessGroup:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    work = Work(definition, seed, dtype, device)
+    answer = outcome_of(work, connect, lambda name: None)
+    answers = [answer] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    faulthandler.cancel_dump_traceback_later()
+    outcomes = [Outcome() for _ in answers]
+    for outcome, (kind, content) in zip(outcomes, answers):
+        _take(outcome, kind, content)
+    return outcomes
 
 
 def _rank_main(
@@ -154,14 +190,23 @@ def outcome_of(
     work: Work, connect: Callable[[], dist.ProcessGroup], on_enter: Callable[[str], object]
 ) -> tuple[str, Any]:
     """("bad input", text), ("raised", text) or ("result", bytes) of this rank's work."""
+    reference, exact, refusal = None, None, ""
     try:
         # Before there is a process group, which a model could ask for.
         reference, exact = work.reference()
+    except DefinitionError as error:
+        refusal = str(error)
+
+    try:
         group = connect()
+        refusals = [""] * dist.get_world_size()
+        dist.all_gather_object(refusals, refusal)
+        if any(refusals) or reference is None:
+            raise DefinitionError(next(filter(None, refusals)))
         result = work.parallel(group, reference, on_enter)
         if dist.get_rank() == 0:
             result.reference, result.exact = reference, exact
-    except BadInput as error:
+    except DefinitionError as error:
         return "bad input", str(error)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]

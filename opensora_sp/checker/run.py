@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .definition import Applied, BadInput, applied_of
+from .definition import Applied, DefinitionError, applied_of
 from .layouts import differing_axis, distance, wide
-from .lifting import ObservedPrecision, precision_of
+from .lifting import precision_of
 from .recording import OUTPUT, Exchange, ExchangeRecorder, Recorder, digest, plain_name, whole
 
 OTHER_SEED = 1000
@@ -71,7 +73,7 @@ class Work:
     definition: Any
     seed: int
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
 
     def reference(self) -> tuple[Trace, Trace | None]:
         """The recorded run of one process, and the one in float64 if the dtype is lower."""
@@ -83,16 +85,16 @@ class Work:
             exact = None
             if self.dtype != torch.float64:
                 exact = self._trace(model.double(), self.seed, torch.float64)
-        except BadInput:
+        except DefinitionError:
             raise
         except Exception as error:
-            raise BadInput(
+            raise DefinitionError(
                 f"got {type(error).__name__} from the model in one process ({error}); expected "
                 "build() and batch(seed) to run without parallelism; mend them"
             ) from error
 
         if largest(trace, repetition) > 0 or (trace.has_dropout and largest(trace, other) > 0):
-            raise BadInput(
+            raise DefinitionError(
                 "got other outputs from the same weights and batch in one process; expected a "
                 "forward pass that draws no random numbers; call model.eval() in build(), or draw "
                 "in batch(seed)"
@@ -108,7 +110,7 @@ class Work:
         """The recorded run of this rank; all ranks of the group call it."""
         model = self._build()
         self._check_same(group, model)
-        with refused_context_parallel(self.device):
+        with refused_context_parallel() if self.device == "cpu" else nullcontext():
             applied = applied_of(self.definition.apply(model, group), model)
             assert applied.model is not None
             recorder = Recorder(on_enter)
@@ -122,7 +124,7 @@ class Work:
         self._seed(self.seed)
         model = self.definition.build()
         if not isinstance(model, nn.Module):
-            raise BadInput(
+            raise DefinitionError(
                 f"got {type(model).__name__} from build(); expected a torch.nn.Module; return one"
             )
         return model.to(self.device, self.dtype)
@@ -138,12 +140,15 @@ class Work:
         def converted(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return leaf.to(self.device, dtype if leaf.is_floating_point() else leaf.dtype)
+            if not leaf.is_floating_point():
+                return leaf.to(self.device)
+            # Rounded as the run's inputs are, also in the exact run.
+            return leaf.to(self.device, self.dtype).to(dtype)
 
         return tree_map(converted, dict(batch))
 
     def _check_same(self, group: dist.ProcessGroup, model: nn.Module) -> None:
-        """Raise BadInput on all ranks if their weights or batches differ."""
+        """Raise DefinitionError on all ranks if their weights or batches differ."""
         named = [*model.named_parameters(), *model.named_buffers()]
         named += [
             (f"{name} of the batch", leaf)
@@ -157,7 +162,7 @@ class Work:
         for rank, of_rank in enumerate(digests):
             differing = [name for name in digests[0] if of_rank.get(name) != digests[0][name]]
             if differing:
-                raise BadInput(
+                raise DefinitionError(
                     f"got another {differing[0]} on rank {rank} than on rank 0 ({len(differing)} "
                     "tensors differ); expected the same weights and batch on all ranks; make them "
                     "from the seed alone, in build() and batch(seed)"
@@ -182,14 +187,14 @@ class Work:
                 leaf.requires_grad_(needs_backward)
         model.zero_grad(set_to_none=True)
         self._seed(seed)
-        with precision_of(dtype or self.dtype) as observed, kept_weights(model):
-            with recorder.attached(model):
-                results = self._step(model, batch, needs_backward, weigh or Weights())
+        precision = precision_of(dtype or self.dtype)
+        with kept_weights(model), precision as observed, recorder.attached(model):
+            results = self._step(model, batch, needs_backward, weigh or Weights())
 
         trace = Trace(recorder.outputs, results=results)
         trace.lowest, trace.has_dropout = observed.lowest, observed.has_dropout
         if OUTPUT not in trace.outputs:
-            raise BadInput(
+            raise DefinitionError(
                 "got a run that does not call the model; expected step(model, batch) to call "
                 "model(...), and a model that returns tensors; do so"
             )
@@ -328,7 +333,7 @@ class Weights:
         axis = differing_axis(weights.shape, shapes)
         sizes = [shape[axis] for shape in shapes] if axis is not None else []
         if axis is None or sum(sizes) != weights.shape[axis]:
-            raise BadInput(
+            raise DefinitionError(
                 f"got outputs of shapes {[list(shape) for shape in shapes]} on the ranks, and "
                 f"{list(weights.shape)} in one process; expected the whole output, or its parts "
                 "along one axis; gather it, or define step(model, batch) with a loss"
@@ -357,6 +362,17 @@ def kept_weights(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def refused_context_parallel(device: torch.device) -> Iterator[None]:
-    """Refuse torch's own context parallel by name where it does not run: on CPUs."""
-    yield
+def refused_context_parallel() -> Iterator[None]:
+    """Refuse torch's own context parallel, which has kernels for GPUs alone, by its name."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise DefinitionError(
+            "got torch.distributed.tensor.experimental's context parallel on CPUs; expected a "
+            "parallelism that runs there, as torch's needs the attention kernels of GPUs; start "
+            "the check by torchrun on GPUs, in float32 or bfloat16"
+        )
+
+    with mock.patch.multiple(
+        _attention, _context_parallel_buffers=refuse, _enable_cp_dtensor_dispatcher=refuse
+    ):
+        yield
