@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .definition import DefinitionError, load_definition
 from .gradients import Gradients, reductions
-from .layouts import distance, match
+from .layouts import Match, distance, match
 from .ranks import Outcome, run_as_rank, run_ranks
 from .recording import plain_name
 from .report import Finding, ModuleDifference, Report
@@ -139,6 +139,9 @@ class Comparison:
                     declared=layouts.get(base_name),
                     is_final=base_name == "output",
                 )
+                if match_ is None and base_name == "output":
+                    shapes = " and ".join(str(list(part.shape)) for part in parts)
+                    match_ = Match(float("inf"), f"{shapes} on the ranks")
                 if match_ is None:
                     shapes = sorted({str(list(part.shape)) for part in parts})
                     report.not_compared.append(
@@ -164,17 +167,17 @@ class Comparison:
         self.report.reduction = str(reduction)
         self.report.gradients = parameters.kinds(reduction)
 
+        # Nobody has to reduce an input's gradient: it is whole on each rank, or is reduced as the
+        # parameters' gradients are or would be.
         inputs = self._gradients("inputs")
-        whole = inputs.kinds(reductions(1, "none")[0])
-        reduced = inputs.kinds(reduction)
-        # An input is cut where it enters: its gradient may be whole on each rank as well.
-        self.report.inputs = {name: kind for name, kind in reduced.items() if name in whole}
+        others = reductions(len(self.traces), None if reduction.name == "none" else "none")
+        self.report.inputs = inputs.kinds(inputs.infer([reduction, *others]))
 
     def _gradients(self, kind: str) -> Gradients:
         reference = {
             name: gradient
             for name, gradient in getattr(self.reference, kind).items()
-            if gradient is not None
+            if gradient is not None and all(name in getattr(trace, kind) for trace in self.traces)
         }
         floor = CANCELLED * max(
             (float(gradient.abs().max()) for gradient in reference.values() if gradient.numel()),

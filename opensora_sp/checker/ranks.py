@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def run_ranks(
     Raises:
         DefinitionError: of the first rank that raises it.
     """
-    # A forked rank needs no import of torch, and takes functions that cannot be pickled.
+    # A forked rank imports nothing again, such as this, which dispatch modes need; and it takes
+    # functions that cannot be pickled.
+    import_module("torch._dynamo")
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         started = []

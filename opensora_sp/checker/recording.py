@@ -119,7 +119,9 @@ class ExchangeRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, operation: str, tensors: list[Any]) -> None:
-        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        floating = [
+            leaf for leaf in tensors if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
         sent = [tensor.detach().cpu().contiguous().flatten() for tensor in floating]
         if sum(tensor.numel() for tensor in sent):
             entries = torch.cat([tensor.double() for tensor in sent])

@@ -114,7 +114,7 @@ class Work:
             applied = applied_of(self.definition.apply(model, group), model)
             assert applied.model is not None
             recorder = Recorder(on_enter)
-            weigh = Weights(reference.outputs[OUTPUT], group, applied)
+            weigh = Weights(reference.outputs[OUTPUT], group)
             trace = self._trace(applied.model, self.seed, recorder=recorder, weigh=weigh)
             repeats, exchanges = self._repeat(applied.model, trace, dist.get_rank(group))
         applied.model = None
@@ -300,9 +300,8 @@ class Weights:
         self,
         reference: list[Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
-        applied: Applied | None = None,
     ) -> None:
-        self.reference, self.group, self.applied = reference, group, applied
+        self.reference, self.group = reference, group
 
     def loss(self, output: Any) -> Tensor:
         """The sum of the weighted entries, over their number in one process."""
@@ -329,15 +328,11 @@ class Weights:
 
     def _part(self, weights: Tensor, shapes: list[torch.Size]) -> Tensor:
         """The rank's part of the weights, of an output that stays cut."""
-        assert self.applied is not None
         axis = differing_axis(weights.shape, shapes)
         sizes = [shape[axis] for shape in shapes] if axis is not None else []
         if axis is None or sum(sizes) != weights.shape[axis]:
-            raise DefinitionError(
-                f"got outputs of shapes {[list(shape) for shape in shapes]} on the ranks, and "
-                f"{list(weights.shape)} in one process; expected the whole output, or its parts "
-                "along one axis; gather it, or define step(model, batch) with a loss"
-            )
+            # Reported as a difference of the output, whatever the gradients are.
+            return torch.ones(shapes[dist.get_rank(self.group)], dtype=torch.float64)
         return weights.split(sizes, axis)[dist.get_rank(self.group)]
 
 
