@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -221,14 +222,15 @@ class Comparison:
 
     def compare_exchanges(self) -> None:
         """Findings of all-gathers and all-to-alls to which all ranks give the same tensor."""
+        num_bytes: Counter[tuple[str | None, str]] = Counter()
         for exchanges in zip(*(result.exchanges for result in self.results)):
-            first = exchanges[0]
-            if len({exchange.digest for exchange in exchanges}) == 1 and not first.is_constant:
-                text = (
-                    f"{first.operation} of {first.num_bytes} bytes that are the same on all ranks: "
-                    "each has them already"
-                )
-                self.report.findings.append(Finding("bytes", text, first.module))
+            exchange = exchanges[0]
+            if len({other.digest for other in exchanges}) == 1 and not exchange.is_constant:
+                num_bytes[exchange.module, exchange.operation] += exchange.num_bytes
+
+        for (module, operation), sent in num_bytes.items():
+            text = f"{operation} of {sent} bytes that are the same on all ranks changes nothing"
+            self.report.findings.append(Finding("bytes", text, module))
 
     def _exact_output(self, name: str, index: int) -> Tensor | None:
         outputs = self.exact.outputs.get(name, []) if self.exact is not None else []

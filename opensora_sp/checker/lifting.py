@@ -16,12 +16,11 @@ CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class ObservedPrecision(TorchFunctionMode):
-    """Record the lowest precision that calls of torch return, and whether dropout is among them."""
+    """Record the lowest precision that calls of torch return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lowest = torch.float64
-        self.has_dropout = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
@@ -34,8 +33,6 @@ class ObservedPrecision(TorchFunctionMode):
         result = self.call(func, args, kwargs or {})
         if isinstance(result, Tensor) and result.is_floating_point():
             self.lowest = max(self.lowest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        name = getattr(func, "__name__", "")
-        self.has_dropout |= "dropout" in name or "bernoulli" in name
         return result
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from .run import RankResult, Work
 # Seconds that other ranks have once one has failed.
 GRACE = 5.0
 STACK_LINES = 12
+HIDDEN_FRAMES = (f"{os.sep}torch{os.sep}", f"opensora_sp{os.sep}checker{os.sep}", "multiprocessing")
 
 
 @dataclass
@@ -124,10 +125,10 @@ def _read_stacks(waiting: list[_Rank]) -> None:
     time.sleep(0.5)
     for rank in waiting:
         lines = rank.stack_file.read_text().splitlines() if rank.stack_file.exists() else []
-        mains = [index for index, line in enumerate(lines) if line.startswith("Current thread")]
-        lines = lines[mains[0] + 1 :] if mains else lines
-        kept = [line.strip() for line in lines if f"{os.sep}checker{os.sep}" not in line]
-        rank.outcome.stack = "\n".join(kept[:STACK_LINES]) or "(no stack)"
+        # The innermost frame, and what is neither torch's nor the checker's.
+        frames = [line.strip() for line in lines if line.strip().startswith("File ")]
+        kept = [line for line in frames[1:] if not any(part in line for part in HIDDEN_FRAMES)]
+        rank.outcome.stack = "\n".join([*frames[:1], *kept][:STACK_LINES]) or "(no stack)"
 
 
 def run_as_rank(definition: Any, seed: int, dtype: torch.dtype, seconds: float) -> list[Outcome]:

@@ -77,7 +77,8 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "no difference" if self.ok else "DIFFERENT"
-        lines = [f"{verdict}: one process and {self.ranks} ranks ({self.precision})"]
+        precision = f" ({self.precision})" if self.precision else ""
+        lines = [f"{verdict}: one process and {self.ranks} ranks{precision}"]
         if self.first_module is not None:
             lines.append(f"first module that differs: {self.first_module}")
         rows = [

@@ -39,7 +39,6 @@ class Trace:
     inputs: dict[str, Tensor | None] = field(default_factory=dict)
     results: dict[str, float] = field(default_factory=dict)
     lowest: torch.dtype = torch.float64
-    has_dropout: bool = False
 
     @property
     def final(self) -> list[Tensor]:
@@ -93,11 +92,11 @@ class Work:
                 "build() and batch(seed) to run without parallelism; mend them"
             ) from error
 
-        if largest(trace, repetition) > 0 or (trace.has_dropout and largest(trace, other) > 0):
+        if max(largest(trace, repetition), largest(trace, other)) > 0:
             raise DefinitionError(
-                "got other outputs from the same weights and batch in one process; expected a "
-                "forward pass that draws no random numbers; call model.eval() in build(), or draw "
-                "in batch(seed)"
+                "got other outputs from the same weights and batch under another seed, in one "
+                "process; expected a forward pass that draws no random numbers; call model.eval() "
+                "in build(), or draw in batch(seed)"
             )
         return trace, exact
 
@@ -192,7 +191,7 @@ class Work:
             results = self._step(model, batch, needs_backward, weigh or Weights())
 
         trace = Trace(recorder.outputs, results=results)
-        trace.lowest, trace.has_dropout = observed.lowest, observed.has_dropout
+        trace.lowest = observed.lowest
         if OUTPUT not in trace.outputs:
             raise DefinitionError(
                 "got a run that does not call the model; expected step(model, batch) to call "
