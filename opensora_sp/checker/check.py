@@ -6,20 +6,19 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .definition import DefinitionError, load_definition
 from .gradients import Gradients, reductions
 from .layouts import Match, distance, match
-from .ranks import Outcome, run_as_rank, run_ranks
-from .recording import plain_name
+from .ranks import run_ranks
+from .recording import OUTPUT
 from .report import Finding, ModuleDifference, Report
-from .run import RankResult, Trace
+from .run import RankResult
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in BOUNDS}
-# Of the rounding error of one process, which ranks round in another order.
+# Of the rounding error of one process, as ranks round in another order.
 ROUNDING = 8.0
 # Gradients that cancel have errors of the other gradients' size.
 CANCELLED = 1e-3
@@ -27,8 +26,7 @@ REPEATS = {
     "random": "a second run with the same seed differs",
     "seed": "another seed on each rank changes the result: random numbers are drawn on each rank",
     "batch": "the outputs of a batch differ from the outputs of its samples alone",
-    "adapter": "the output changes where the adapter's weights are zero; a fresh adapter adds "
-    "nothing",
+    "adapter": "the output changes where the adapter's weights are zero: it is not fresh",
 }
 
 
@@ -39,132 +37,97 @@ def check_parallel(
     seed: int = 0,
     dtype: str = "float64",
     seconds: float = 60.0,
+    device: str = "cpu",
 ) -> Report:
     """Compare a model on P ranks, under somebody's parallelism, with the same model on one.
 
-    The ranks are gloo processes of this host, or torchrun's, on GPUs where there are any.
+    The ranks are processes of this host, which the check starts.
 
     Args:
         definition: a file's path, or an object (such as a module) with ``build() -> nn.Module``,
             ``batch(seed) -> dict``, the model's keyword arguments with the batch on axis 0,
             ``apply(model, group)``, which applies the parallelism in place and may return
             ``Applied`` or how gradients are reduced, and optionally ``step(model, batch)``, which
-            returns "loss", "gradient_norm", "validation_loss", or some of them.
-        ranks: P, unless torchrun has started them.
+            returns "loss", "gradient_norm", "validation_loss", or some of them, and leaves the
+            weights as they are.
+        ranks: P, 2 or more.
         dtype: of weights and inputs. In float64, casts to lower precisions are lifted to it.
         seconds: after which a rank that has not ended is waiting.
+        device: "cpu" (gloo), or "cuda" (NCCL; gloo if there are fewer GPUs than ranks).
 
     Raises:
         DefinitionError (a ValueError): if the definition cannot be checked.
     """
-    is_launched = dist.is_torchelastic_launched() or dist.is_initialized()
-    if dtype not in DTYPES or (ranks < 2 and not is_launched):
+    if dtype not in DTYPES or ranks < 2:
         raise DefinitionError(
             f"got dtype {dtype!r} and {ranks} ranks; expected one of {', '.join(DTYPES)}, and 2 "
             "ranks or more; change them"
         )
-    functions = load_definition(definition)
-    if is_launched:
-        outcomes = run_as_rank(functions, seed, DTYPES[dtype], seconds)
-    else:
-        outcomes = run_ranks(definition, ranks, seed, DTYPES[dtype], seconds)
-    report = Report(len(outcomes))
-    results = [outcome.result for outcome in outcomes if outcome.result is not None]
-    if len(results) < len(outcomes):
-        report.findings += failures(outcomes)
-        return report
-    Comparison(results, report).run()
+    load_definition(definition)
+    ended = run_ranks(definition, ranks, seed, DTYPES[dtype], device, seconds)
+    report = Report(ranks, findings=[rank.finding for rank in ended if rank.finding])
+    if not report.findings:
+        comparison = Comparison([rank.result for rank in ended if rank.result], report)
+        comparison.compare_modules()
+        comparison.compare_gradients()
+        comparison.compare_results()
+        comparison.compare_repetitions()
     return report
-
-
-def failures(outcomes: list[Outcome]) -> list[Finding]:
-    """Findings of ranks that raised, and of ranks that wait for others."""
-    findings = []
-    for rank, outcome in enumerate(outcomes):
-        if outcome.raised:
-            text = f"rank {rank} raises {outcome.raised}"
-            findings.append(Finding("error", text, outcome.module))
-        elif outcome.stack:
-            text = f"rank {rank} waits:\n{outcome.stack}"
-            findings.append(Finding("waiting", text, outcome.module))
-    return findings
 
 
 class Comparison:
     """Comparison of all ranks' traces with the trace of one process."""
 
     def __init__(self, results: list[RankResult], report: Report) -> None:
-        assert results[0].reference is not None
-        self.reference: Trace = results[0].reference
-        self.exact = results[0].exact
-        self.traces = [result.parallel for result in results]
-        self.results = results
+        self.results, self.report = results, report
+        self.reference, self.exact = results[0].reference, results[0].exact
         self.applied = results[0].applied
-        self.report = report
-        lowest = max(
-            (trace.lowest for trace in (self.reference, *self.traces)),
-            key=lambda dtype: torch.finfo(dtype).eps,
-        )
-        self.bound = BOUNDS.get(lowest, BOUNDS[torch.bfloat16])
-        name = str(lowest).removeprefix("torch.")
-        report.precision = f"{name}, bound {self.bound:.0e}"
-
-    def run(self) -> None:
-        """Fill the report."""
-        self.compare_modules()
-        self.compare_gradients()
-        self.compare_results()
-        self.compare_repeats()
-        self.compare_exchanges()
+        self.traces = [result.parallel for result in results]
+        used = [trace.lowest for trace in (self.reference, *self.traces)]
+        lowest = max(used, key=lambda dtype: torch.finfo(dtype).eps)
+        self.bound = BOUNDS.get(lowest, 1.0)
+        report.precision = f"{str(lowest).removeprefix('torch.')}, bound {self.bound:.0e}"
 
     def compare_modules(self) -> None:
         """List the modules whose outputs differ, in the order of the forward pass."""
-        layouts = {plain_name(name): layout for name, layout in self.applied.layouts.items()}
-        report, num_compared = self.report, 0
+        report = self.report
         for name, tensors in self.reference.outputs.items():
-            rank_tensors = [trace.outputs.get(name) for trace in self.traces]
-            if any(outputs is None or len(outputs) != len(tensors) for outputs in rank_tensors):
+            rank_tensors = [trace.outputs.get(name, []) for trace in self.traces]
+            if any(len(outputs) != len(tensors) for outputs in rank_tensors):
                 report.not_compared.append(f"{name}: not called alike on the ranks")
                 continue
 
-            base_name = name.split(" ")[0]
-            worst: ModuleDifference | None = None
-            is_compared = True
-            for index, tensor in enumerate(tensors):
-                parts = [outputs[index] for outputs in rank_tensors if outputs is not None]
-                bound = self._bound(tensor, self._exact_output(name, index))
-                match_ = match(
-                    tensor,
-                    parts,
-                    bound,
-                    declared=layouts.get(base_name),
-                    is_final=base_name == "output",
-                )
-                if match_ is None and base_name == "output":
-                    shapes = " and ".join(str(list(part.shape)) for part in parts)
-                    match_ = Match(float("inf"), f"{shapes} on the ranks")
-                if match_ is None:
-                    shapes = sorted({str(list(part.shape)) for part in parts})
-                    report.not_compared.append(
-                        f"{name}: {' and '.join(shapes)} on the ranks, {list(tensor.shape)} in one"
-                    )
-                    is_compared = False
-                    break
-                if match_.error > bound and (worst is None or match_.error > worst.error):
-                    worst = ModuleDifference(name, match_.error, bound, match_.layout)
-            num_compared += is_compared
-            if is_compared and worst is not None:
+            rows = [
+                self._difference(name, index, tensor, [outputs[index] for outputs in rank_tensors])
+                for index, tensor in enumerate(tensors)
+            ]
+            if None in rows:
+                shapes = [list(outputs[rows.index(None)].shape) for outputs in rank_tensors]
+                report.not_compared.append(f"{name}: {shapes} on the ranks")
+            worst = max(filter(None, rows), key=lambda row: row.error / row.bound, default=None)
+            if worst is not None and worst.error > worst.bound:
                 report.modules.append(worst)
 
-        report.compared = num_compared / max(len(self.reference.outputs), 1)
-        if report.modules:
-            report.first_module = report.modules[0].name
+        report.compared = 1 - len(report.not_compared) / len(self.reference.outputs)
+        report.first_module = report.modules[0].name if report.modules else None
+
+    def _difference(
+        self, name: str, index: int, tensor: Tensor, parts: list[Tensor]
+    ) -> ModuleDifference | None:
+        """The error of an output; None if no layout explains its shapes."""
+        module = name.split(" ")[0]
+        exact = self.exact.outputs[name][index] if self.exact else None
+        bound = self._bound(tensor, exact)
+        declared, is_final = self.applied.layouts.get(module), module == OUTPUT
+        layout = match(tensor, parts, bound, declared=declared, is_final=is_final)
+        if layout is None and is_final:
+            layout = Match(float("inf"), f"{[list(part.shape) for part in parts]} on the ranks")
+        return layout and ModuleDifference(name, layout.error, bound, layout.layout)
 
     def compare_gradients(self) -> None:
         """List the parameters and inputs whose gradients differ, and find the reduction."""
         parameters = self._gradients("gradients")
-        tried = reductions(len(self.traces), self.applied.gradients)
-        reduction = parameters.infer(tried)
+        reduction = parameters.infer(reductions(len(self.traces), self.applied.gradients))
         self.report.reduction = str(reduction)
         self.report.gradients = parameters.kinds(reduction)
 
@@ -175,68 +138,50 @@ class Comparison:
         self.report.inputs = inputs.kinds(inputs.infer([reduction, *others]))
 
     def _gradients(self, kind: str) -> Gradients:
+        exact = getattr(self.exact, kind, {})
+        ranks = [getattr(trace, kind) for trace in self.traces]
         reference = {
             name: gradient
             for name, gradient in getattr(self.reference, kind).items()
-            if gradient is not None and all(name in getattr(trace, kind) for trace in self.traces)
+            if gradient is not None and all(name in gradients for gradients in ranks)
         }
-        floor = CANCELLED * max(
-            (float(gradient.abs().max()) for gradient in reference.values() if gradient.numel()),
-            default=0.0,
-        )
-        exact = getattr(self.exact, kind) if self.exact else {}
-        bounds = {
-            name: self._bound(gradient, exact.get(name), floor)
-            for name, gradient in reference.items()
-        }
-        parts = {
-            name: [getattr(trace, kind).get(name) for trace in self.traces] for name in reference
-        }
+        sizes = [float(gradient.abs().max()) for gradient in reference.values()]
+        floor = CANCELLED * max(sizes, default=0.0)
+        bounds = {name: self._bound(reference[name], exact.get(name), floor) for name in reference}
+        parts = {name: [gradients[name] for gradients in ranks] for name in reference}
         return Gradients(reference, parts, bounds, floor)
 
     def compare_results(self) -> None:
         """Compare the numbers of ``step``: each rank's, or a loss that is reduced as gradients."""
-        bound = self.bound
         for name, expected in self.reference.results.items():
             numbers = [trace.results.get(name, float("nan")) for trace in self.traces]
-            reduced = list(numbers)
-            if name == "loss" and self.report.reduction != "none":
-                total = sum(numbers)
-                mean = self.report.reduction.startswith("mean")
-                reduced = [total / len(numbers) if mean else total]
-
-            def is_close(number: float, expected: float = expected) -> bool:
-                return abs(number - expected) <= bound * max(abs(expected), 1e-30)
-
-            if not all(map(is_close, reduced)) and not all(map(is_close, numbers)):
+            total = sum(numbers)
+            reduced = {"sum": total, "mean": total / len(numbers)}.get(self.report.reduction)
+            tolerance = self.bound * abs(expected)
+            is_reduced = name == "loss" and reduced is not None
+            if is_reduced and abs(reduced - expected) <= tolerance:
+                continue
+            if not all(abs(number - expected) <= tolerance for number in numbers):
                 shown = ", ".join(f"{number:.6g}" for number in numbers)
                 text = f"{shown} on the ranks, {expected:.6g} in one process"
                 self.report.findings.append(Finding(name.replace("_", " "), text))
 
-    def compare_repeats(self) -> None:
-        """Findings of runs that must give the same again."""
+    def compare_repetitions(self) -> None:
+        """Findings of runs that must give the same again, and of bytes that change nothing."""
         for kind, text in REPEATS.items():
             error = max(result.repeats.get(kind, 0.0) for result in self.results)
             if error > self.bound:
                 self.report.findings.append(Finding(kind, f"{text} (by {error:.1e})"))
 
-    def compare_exchanges(self) -> None:
-        """Findings of all-gathers and all-to-alls to which all ranks give the same tensor."""
-        num_bytes: Counter[tuple[str | None, str]] = Counter()
+        num_bytes: Counter[tuple[str, str | None]] = Counter()
         for exchanges in zip(*(result.exchanges for result in self.results)):
-            exchange = exchanges[0]
-            if len({other.digest for other in exchanges}) == 1 and not exchange.is_constant:
-                num_bytes[exchange.module, exchange.operation] += exchange.num_bytes
-
-        for (module, operation), sent in num_bytes.items():
-            text = f"{operation} of {sent} bytes that are the same on all ranks changes nothing"
+            if len({exchange.digest for exchange in exchanges}) == 1:
+                num_bytes[exchanges[0].operation, exchanges[0].module] += exchanges[0].num_bytes
+        for (operation, module), count in num_bytes.items():
+            text = f"{operation} of {count} bytes that are the same on all ranks changes nothing"
             self.report.findings.append(Finding("bytes", text, module))
-
-    def _exact_output(self, name: str, index: int) -> Tensor | None:
-        outputs = self.exact.outputs.get(name, []) if self.exact is not None else []
-        return outputs[index] if index < len(outputs) else None
 
     def _bound(self, tensor: Tensor, exact: Tensor | None, floor: float = 0.0) -> float:
         """The error that rounding explains: of the precision, or a multiple of one process's."""
-        rounding = distance(tensor, exact, floor) if exact is not None else 0.0
+        rounding = 0.0 if exact is None else distance(tensor, exact, floor)
         return max(self.bound, min(ROUNDING * rounding, 1.0))

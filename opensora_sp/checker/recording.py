@@ -6,7 +6,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,25 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors of a nested output."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@overload
+def whole(tensor: Tensor) -> Tensor: ...
+
+
+@overload
+def whole(tensor: None) -> None: ...
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
     """A tensor of its own memory on the CPU; of a DTensor all of it, for which all ranks call."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    return tensor.to("cpu", copy=True)
+    if tensor is None:
+        return None
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().to("cpu", copy=True)
 
 
 class Recorder:
@@ -46,45 +60,34 @@ class Recorder:
         self._calls: Counter[str] = Counter()
 
     @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[Recorder]:
+    def attached(self, model: nn.Module) -> Iterator[None]:
         """Record while the context lasts."""
         handles = []
         for name, module in model.named_modules():
             shown = plain_name(name) or OUTPUT
-            if name and shown == OUTPUT:
-                # A model inside of its wrapper.
-                continue
-            handles += [
-                module.register_forward_pre_hook(self._entering(shown)),
-                module.register_forward_hook(self._returning(shown)),
-            ]
+            # Not the model inside of its wrapper.
+            if not name or shown != OUTPUT:
+                handles.append(module.register_forward_pre_hook(partial(self._enter, shown)))
+                handles.append(module.register_forward_hook(partial(self._return, shown)))
         try:
-            yield self
+            yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if _is_forward():
-                self.entered.append(name)
-                self._on_enter(name)
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if _is_forward():
+            self.entered.append(name)
+            self._on_enter(name)
 
-        return hook
-
-    def _returning(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not _is_forward():
-                return
+    def _return(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_forward():
             self.entered.pop()
             self._calls[name] += 1
             call = self._calls[name]
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            if tensors:
-                key = name if call == 1 else f"{name} (call {call})"
+            key = name if call == 1 else f"{name} (call {call})"
+            if tensors := tensors_of(output):
                 self.outputs[key] = [whole(tensor) for tensor in tensors]
-
-        return hook
 
 
 def _is_forward() -> bool:
@@ -93,17 +96,16 @@ def _is_forward() -> bool:
 
 
 class Exchange(NamedTuple):
-    """Data that a rank has given to an all-gather or all-to-all."""
+    """Data that a rank has given to an all-gather or all-to-all in a module."""
 
     operation: str
     module: str | None
     num_bytes: int
     digest: str
-    is_constant: bool
 
 
 class ExchangeRecorder(TorchDispatchMode):
-    """Record what a rank sends; only floating-point tensors, as others are sizes and indices."""
+    """Record what a rank sends, but sizes and indices, and masks and zeros, equal by chance."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -113,27 +115,15 @@ class ExchangeRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if "c10d" in name and any(word in name for word in EXCHANGES):
-            for argument, tensors in zip(func._schema.arguments, args):
-                if argument.name.startswith(("input", "self")):
-                    self._record(name, tree_leaves(tensors))
+            for argument, tree in zip(func._schema.arguments, args):
+                tensors = [x for x in tensors_of(tree) if x.is_floating_point() and x.numel()]
+                if argument.name.startswith(("input", "self")) and tensors:
+                    sent = torch.cat([tensor.detach().flatten() for tensor in tensors])
+                    if sent.ne(sent[0]).any():
+                        module = self._recorder.entered[-1] if self._recorder.entered else None
+                        exchange = Exchange(name, module, sent.nbytes, digest(sent))
+                        self.exchanges.append(exchange)
         return func(*args, **(kwargs or {}))
-
-    def _record(self, operation: str, tensors: list[Any]) -> None:
-        floating = [
-            leaf for leaf in tensors if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        ]
-        sent = [tensor.detach().cpu().contiguous().flatten() for tensor in floating]
-        if sum(tensor.numel() for tensor in sent):
-            entries = torch.cat([tensor.double() for tensor in sent])
-            self.exchanges.append(
-                Exchange(
-                    operation,
-                    self._recorder.entered[-1] if self._recorder.entered else None,
-                    sum(tensor.numel() * tensor.element_size() for tensor in sent),
-                    digest(entries),
-                    bool((entries == entries[0]).all()),
-                )
-            )
 
 
 def digest(tensor: Tensor) -> str:
