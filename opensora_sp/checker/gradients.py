@@ -1,10 +1,9 @@
-"""Gradients of ranks against those of one process: how they are reduced, and what is wrong."""
+"""Gradients of ranks against those of one process: how they are reduced, and which kind differs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,39 +11,35 @@ from torch import Tensor
 from .layouts import distance, match, partitions, wide
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """A way to make the gradients of one process from those of the ranks."""
+class Reduction(NamedTuple):
+    """A way to make the gradients of one process from the gradients of groups of ranks."""
 
     name: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[range, ...]
     where: str = ""
 
     def __str__(self) -> str:
         return self.name + self.where
 
-    def __call__(self, parts: list[Tensor]) -> list[Tensor]:
-        """The reduced gradient of each group of ranks; of each rank, if nothing is reduced."""
+    def reduce(self, parts: list[Tensor]) -> list[Tensor]:
+        """The gradient of each group; of each rank, if nothing is reduced."""
         if self.name == "none":
             return parts
-        totals = [torch.stack([parts[rank] for rank in group]).sum(0) for group in self.groups]
-        return [total / len(self.groups[0]) for total in totals] if self.name == "mean" else totals
+        grouped = [torch.stack([parts[rank] for rank in group]) for group in self.groups]
+        return [group.mean(0) if self.name == "mean" else group.sum(0) for group in grouped]
 
 
 def reductions(num_ranks: int, declared: str | None) -> list[Reduction]:
     """The one that is declared, or all that are tried, in the order of preference."""
-    everyone = tuple(range(num_ranks))
     if declared is not None:
-        return [Reduction(declared, (everyone,))]
-    tried = [Reduction("none", (everyone,))]
+        return [Reduction(declared, (range(num_ranks),))]
+    tried = reductions(num_ranks, "none")
     for where, groups in partitions(num_ranks):
-        frozen = tuple(tuple(group) for group in groups)
-        tried += [Reduction("mean", frozen, where), Reduction("sum", frozen, where)]
+        tried += [Reduction(name, tuple(groups), where) for name in ("mean", "sum")]
     return tried
 
 
-@dataclass
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients by name: of one process, and of each rank, None where there is none.
 
     Attributes:
@@ -53,14 +48,13 @@ class Gradients:
     """
 
     reference: Mapping[str, Tensor]
-    parts: Mapping[str, list[Tensor | None]]
+    parts: Mapping[str, Sequence[Tensor | None]]
     bounds: Mapping[str, float]
     floor: float
 
     def infer(self, tried: Iterable[Reduction]) -> Reduction:
         """The reduction that makes most gradients equal; the first of those that do."""
-        counts = {reduction: len(self.kinds(reduction)) for reduction in tried}
-        return min(counts, key=lambda reduction: counts[reduction])
+        return min(tried, key=lambda reduction: len(self.kinds(reduction)))
 
     def kinds(self, reduction: Reduction) -> dict[str, str]:
         """The kind of each gradient that differs."""
@@ -69,32 +63,22 @@ class Gradients:
 
     def _kind(self, name: str, reduction: Reduction) -> str | None:
         reference, bound = wide(self.reference[name]), self.bounds[name]
-        parts = [
-            wide(torch.zeros_like(self.reference[name]) if part is None else part)
-            for part in self.parts[name]
-        ]
+        given = self.parts[name]
+        parts = [torch.zeros_like(reference) if part is None else wide(part) for part in given]
         if any(part.shape != reference.shape for part in parts):
             # Shards of a parameter, as of tensor parallelism.
             shards = match(reference, parts, bound, is_final=True)
             return None if shards is not None and shards.error <= bound else "different"
 
         size = len(reduction.groups[0])
-        kinds = {
-            self._kind_of(gradient, reference, bound, size) for gradient in reduction(parts)
-        } - {None}
-        return None if not kinds else kinds.pop() if len(kinds) == 1 else "different"
+        factors = {None: 1.0, "times P": size, "divided by P": 1 / size, "sign": -1.0, "missing": 0}
+        scale = max(float(reference.abs().amax()) if reference.numel() else 0.0, self.floor)
 
-    def _kind_of(self, got: Tensor, reference: Tensor, bound: float, size: int) -> str | None:
-        explained: dict[str | None, float] = {
-            None: 1.0,
-            "times P": size,
-            "divided by P": 1 / size,
-            "sign": -1.0,
-            "missing": 0.0,
-        }
-        for kind, factor in explained.items():
-            scale = max(float(reference.abs().max()) if reference.numel() else 0.0, self.floor)
-            error = distance(got, reference * factor, scale)
-            if error <= bound * max(factor, 1.0) and not math.isnan(error):
-                return kind
-        return "different"
+        def kind_of(gradient: Tensor) -> str | None:
+            for kind, factor in factors.items():
+                if distance(gradient, reference * factor, scale) <= bound * max(factor, 1):
+                    return kind
+            return "different"
+
+        kinds = {kind_of(gradient) for gradient in reduction.reduce(parts)} - {None}
+        return "different" if len(kinds) > 1 else next(iter(kinds), None)

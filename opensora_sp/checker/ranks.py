@@ -39,15 +39,14 @@ class Rank:
         module: in whose forward pass the rank is.
     """
 
-    def __init__(self, rank: int, folder: str, context: Any, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, rank: int, folder: str, context: Any, work: Work) -> None:
         self.rank, self.stack_file = rank, Path(folder, f"stack{rank}")
         self.result: RankResult | None = None
         self.finding: Finding | None = None
         self.module: str | None = None
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_rank_main, args=(rank, folder, theirs, *arguments), daemon=True
-        )
+        arguments = (rank, folder, theirs, work)
+        self.process = context.Process(target=_rank_main, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -79,10 +78,8 @@ class Rank:
         self.finding = Finding("waiting", f"rank {self.rank} waits:\n{stack}", self.module)
 
 
-def run_ranks(
-    source: Any, ranks: int, seed: int, dtype: torch.dtype, device: str, seconds: float
-) -> list[Rank]:
-    """Run the check's work on processes of this host; returns them with results or findings.
+def run_ranks(work: Work) -> list[Rank]:
+    """Run the work on processes of this host; returns them with results or findings.
 
     Raises:
         DefinitionError: of the first rank that raises it.
@@ -90,68 +87,55 @@ def run_ranks(
     # A forked rank imports nothing again, such as this, which dispatch modes need; and it takes
     # functions that cannot be pickled.
     import_module("torch._dynamo")
-    can_fork = sys.platform == "linux" and device == "cpu"
+    can_fork = sys.platform == "linux" and work.device == "cpu"
     context = multiprocessing.get_context("fork" if can_fork else "spawn")
-    started: list[Rank] = []
+    ranks: list[Rank] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            arguments = (source, ranks, seed, dtype, device, seconds)
-            for rank in range(ranks):
-                started.append(Rank(rank, folder, context, arguments))
-            _collect(started, time.monotonic() + seconds)
+            for rank in range(work.ranks):
+                ranks.append(Rank(rank, folder, context, work))
+            _collect(ranks, time.monotonic() + work.seconds)
         finally:
-            for rank_process in started:
-                rank_process.process.kill()
-                rank_process.process.join()
-    return started
+            for started in ranks:
+                started.process.kill()
+                started.process.join()
+    return ranks
 
 
 def _collect(ranks: list[Rank], deadline: float) -> None:
-    while True:
-        pending = {rank.pipe: rank for rank in ranks if not rank.result and not rank.finding}
-        if not pending:
-            return
-        ready = wait(list(pending), max(deadline - time.monotonic(), 0))
-        for pipe in ready:
-            pending[pipe].receive()  # type: ignore[index]
-        for rank in pending.values() if not ready else ():
-            rank.read_stack()
+    while pending := [rank for rank in ranks if not rank.result and not rank.finding]:
+        ready = wait([rank.pipe for rank in pending], max(deadline - time.monotonic(), 0))
+        for rank in pending:
+            if rank.pipe in ready:
+                rank.receive()
+            elif not ready:
+                rank.read_stack()
         if any(rank.finding for rank in ranks):
             deadline = min(deadline, time.monotonic() + GRACE)
 
 
-def _rank_main(
-    rank: int,
-    folder: str,
-    pipe: Connection,
-    source: Any,
-    ranks: int,
-    seed: int,
-    dtype: torch.dtype,
-    device: str,
-    seconds: float,
-) -> None:
+def _rank_main(rank: int, folder: str, pipe: Connection, work: Work) -> None:
     """The life of a rank; it ends when the parent ends it, so that none sees another's end."""
     stack_file = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, stack_file, all_threads=False)
     torch.set_num_threads(1)
     backend = "gloo"
-    if device != "cpu":
+    if work.device != "cpu":
         # NCCL refuses two ranks on one GPU.
-        backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
-        device = f"cuda:{rank % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
+        backend = "nccl" if torch.cuda.device_count() >= work.ranks else "gloo"
+        work.device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(work.device)
 
-    def connect() -> dist.ProcessGroup:
-        store = dist.FileStore(str(Path(folder, "store")), ranks)
-        limit = timedelta(seconds=2 * seconds + 60)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-        assert dist.group.WORLD is not None
+    def connect() -> Any:
+        store = dist.FileStore(str(Path(folder, "store")), work.ranks)
+        # A rank that waits is to be found by the deadline.
+        limit = timedelta(seconds=2 * work.seconds + 60)
+        dist.init_process_group(backend, None, limit, work.ranks, rank, store)
         return dist.group.WORLD
 
     buffer = io.BytesIO()
     try:
-        work = Work(load_definition(source), seed, dtype, device)
+        work.definition = load_definition(work.definition)
         torch.save(work.run(connect, lambda name: pipe.send(("entered", name))), buffer)
         pipe.send(("result", buffer.getvalue()))
     except DefinitionError as error:

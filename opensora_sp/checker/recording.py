@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-@overload
-def whole(tensor: Tensor) -> Tensor: ...
-
-
-@overload
-def whole(tensor: None) -> None: ...
-
-
-def whole(tensor: Tensor | None) -> Tensor | None:
+def whole(tensor: Any) -> Any:
     """A tensor of its own memory on the CPU; of a DTensor all of it, for which all ranks call."""
     if tensor is None:
         return None

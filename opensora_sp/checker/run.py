@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -63,7 +63,7 @@ class RankResult:
     Attributes:
         repeats: kind of finding -> largest relative difference to a repetition of the run.
         reference: one process.
-        exact: one process in float64, if the check itself runs in a lower precision.
+        exact: one process in float64.
     """
 
     parallel: Trace
@@ -71,17 +71,19 @@ class RankResult:
     repeats: dict[str, float]
     exchanges: list[Exchange]
     reference: Trace
-    exact: Trace | None
+    exact: Trace
 
 
 @dataclass
 class Work:
-    """A definition, and how a rank runs it."""
+    """A definition or its file, and how ranks run it."""
 
     definition: Any
+    ranks: int
     seed: int
     dtype: torch.dtype
-    device: str = "cpu"
+    device: str
+    seconds: float
 
     def run(
         self, connect: Callable[[], dist.ProcessGroup], on_enter: Callable[[str], object]
@@ -102,16 +104,12 @@ class Work:
             repeats, exchanges = self._repeat(model, trace, dist.get_rank(group))
         return RankResult(trace, applied, repeats, exchanges, reference, exact)
 
-    def _reference(self) -> tuple[Trace, Trace | None]:
+    def _reference(self) -> tuple[Trace, Trace]:
         try:
             model = self._build()
             trace = self._trace(model, loss=own_loss)
             other = self._trace(model, seed=self.seed + OTHER_SEED)
-            exact = None
-            if self.dtype != torch.float64:
-                exact = self._trace(model.double(), dtype=torch.float64, loss=own_loss)
-        except DefinitionError:
-            raise
+            exact = self._trace(model.double(), dtype=torch.float64, loss=own_loss)
         except Exception as error:
             raise DefinitionError(
                 f"got {type(error).__name__} from the model in one process ({error}); expected "
@@ -127,23 +125,18 @@ class Work:
 
     def _build(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        model = self.definition.build()
-        if not isinstance(model, nn.Module):
-            raise DefinitionError(
-                f"got {type(model).__name__} from build(); expected a torch.nn.Module; return one"
-            )
+        model: nn.Module = self.definition.build()
         return model.to(self.device, self.dtype)
 
     def _batch(self, dtype: torch.dtype) -> dict[str, Any]:
         def converted(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+            leaf = leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
             # Rounded as the run's inputs are, also in the exact run.
-            is_float = leaf.is_floating_point()
-            return leaf.to(self.device, self.dtype).to(dtype) if is_float else leaf.to(self.device)
+            return leaf.to(self.dtype).to(dtype) if is_floating(leaf) else leaf
 
         torch.manual_seed(self.seed)
-        return tree_map(converted, dict(self.definition.batch(self.seed)))
+        batch: dict[str, Any] = tree_map(converted, dict(self.definition.batch(self.seed)))
+        return batch
 
     def _check_same(self, group: dist.ProcessGroup, model: nn.Module) -> None:
         """Raise DefinitionError on all ranks if their weights or batches differ."""
@@ -173,13 +166,9 @@ class Work:
         """Run the model once, with gradients if there is a ``loss`` of the output."""
         recorder, dtype = recorder or Recorder(), dtype or self.dtype
         batch = batch or self._batch(dtype)
-        leaves = {
-            name: leaf
-            for name, leaf in batch.items()
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        }
-        for leaf in leaves.values():
-            leaf.requires_grad_(loss is not None)
+        leaves = [name for name, leaf in batch.items() if is_floating(leaf)]
+        for name in leaves:
+            batch[name].requires_grad_(loss is not None)
         model.zero_grad()
         torch.manual_seed(self.seed if seed is None else seed)
         with precision_of(dtype) as observed, recorder.attached(model):
@@ -187,17 +176,12 @@ class Work:
 
         trace = Trace(recorder.outputs, results, observed.lowest)
         if not trace.final:
-            raise DefinitionError(
-                "got a run without an output of the model; expected step(model, batch) to call "
-                "model(...), and a model that returns tensors; do so"
-            )
+            raise ValueError("the model is not called, or returns no tensor")
         if loss is not None:
-            trace.inputs = {name: whole(leaf.grad) for name, leaf in leaves.items()}
-            trace.gradients = {
-                plain_name(name): whole(parameter.grad)
-                for name, parameter in model.named_parameters()
-                if parameter.requires_grad
-            }
+            trace.inputs = {name: whole(batch[name].grad) for name in leaves}
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    trace.gradients[plain_name(name)] = whole(parameter.grad)
         return trace
 
     def _step(
@@ -242,20 +226,19 @@ class Work:
             repeats["batch"] = max(repeats.get("batch", 0.0), *errors)
 
         # Last, since it is not undone.
-        adapters = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if any(word in name.lower() for word in ADAPTERS)
-        ]
-        if adapters:
-            torch._foreach_zero_([parameter.detach() for parameter in adapters])
-            repeats["adapter"] = apart(trace, self._trace(model))
+        for name, parameter in model.named_parameters():
+            if any(word in name.lower() for word in ADAPTERS):
+                parameter.detach().zero_()
+        repeats["adapter"] = apart(trace, self._trace(model))
         return repeats, sent.exchanges
 
 
-def own_loss(
-    output: Any, expected: list[Tensor] | None = None, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def is_floating(leaf: Any) -> bool:
+    """True for a tensor that has a gradient."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def own_loss(output: Any, expected: list[Tensor] | None = None, group: Any = None) -> Tensor:
     """The checker's loss: a fixed random weighting of the whole output, over its size.
 
     Args:
@@ -263,22 +246,24 @@ def own_loss(
     """
     total = torch.zeros((), dtype=torch.float64)
     for index, leaf in enumerate(tensors_of(output)):
-        if leaf.is_floating_point():
-            shape = leaf.shape if expected is None else expected[index].shape
-            generator = torch.Generator().manual_seed(index)
-            weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-            local = weights if group is None else _part(weights, leaf.shape, group)
-            total = total + (leaf.double().cpu() * local).sum() / weights.numel()
+        shape = leaf.shape if expected is None else expected[index].shape
+        generator = torch.Generator().manual_seed(index)
+        weights = torch.randn(shape, generator=generator, dtype=torch.float64)
+        size = weights.numel()
+        if group is not None:
+            weights = _part(weights, leaf.shape, group)
+        total = total + (leaf.double().cpu() * weights).sum() / size
     return total
 
 
 def _part(weights: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
     """The rank's part of the weights, of an output that stays cut."""
-    shapes: list[Any] = [None] * dist.get_world_size(group)
+    shapes = [shape] * dist.get_world_size(group)
     dist.all_gather_object(shapes, shape, group=group)
     axis = differing_axis(weights.shape, shapes)
-    if axis is not None and sum(shape[axis] for shape in shapes) == weights.shape[axis]:
-        return weights.split([shape[axis] for shape in shapes], axis)[dist.get_rank(group)]
+    sizes = [0 if axis is None else shape[axis] for shape in shapes]
+    if axis is not None and sum(sizes) == weights.shape[axis]:
+        return weights.split(sizes, axis)[dist.get_rank(group)]
     # Another shape is reported as a difference of the output, whatever the gradients are.
     return weights if shape == weights.shape else torch.ones(shape, dtype=torch.float64)
 
@@ -303,5 +288,7 @@ def refused_context_parallel(device: str) -> Iterator[None]:
         )
 
     names = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
-    with mock.patch.multiple(_attention, **dict.fromkeys(names if device == "cpu" else (), refuse)):
+    with ExitStack() as stack:
+        for name in names if device == "cpu" else ():
+            stack.enter_context(mock.patch.object(_attention, name, refuse))
         yield

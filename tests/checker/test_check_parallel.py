@@ -269,7 +269,7 @@ def other_weights() -> nn.Module:
         ({"build": None}, "got a definition without build"),
         ({"build": with_dropout}, "draws no random numbers"),
         ({"build": other_weights}, "expected the same weights and batch on all ranks"),
-        ({"build": lambda: 3}, "got int from build()"),
+        ({"build": lambda: 3}, "got AttributeError from the model in one process"),
         ({"batch": lambda seed: {"y": 1}}, "got TypeError from the model in one process"),
         ({"apply": lambda model, group: "average"}, "got 'average' from apply"),
         ({"apply": torch_context_parallel}, "torch's needs the attention kernels of GPUs"),
@@ -305,7 +305,7 @@ REFERENCE = torch.arange(2 * 12 * 3, dtype=torch.float64).reshape(2, 12, 3).sin(
         ),
         (
             [REFERENCE[:, :6], REFERENCE[:, :6], REFERENCE[:, 6:], REFERENCE[:, 6:]],
-            "over every 2th rank",
+            "over 2 ranks in steps of 2",
             0.0,
         ),
         (REFERENCE[:, :, None].tensor_split(3, 2), None, 0.0),
