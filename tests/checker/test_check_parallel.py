@@ -352,3 +352,19 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         cli.main(["check-parallel", str(file)])
     assert end.value.code == 2
     assert "got a definition without batch and apply" in capfd.readouterr().err
+
+
+def test_example_of_the_page(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "check_parallel.md"
+    example = page.read_text().split("```python\n")[1].split("```")[0]
+    file = tmp_path / "mine.py"
+    file.write_text(example)
+    report = check_parallel(file, ranks=3)
+    assert report.first_module is None and report.reduction == "sum"
+    last = [name.split(".")[2] for name in report.gradients if name.startswith("blocks.1")]
+    assert last == ["to_k", "to_k", "to_v", "to_v"]
+
+    assert "# dist.all_reduce" in example
+    file.write_text(example.replace("# dist.all_reduce", "dist.all_reduce"))
+    report = check_parallel(file, ranks=3)
+    assert report.ok and report.reduction == "mean", str(report)
