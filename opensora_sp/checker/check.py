@@ -153,15 +153,14 @@ class Comparison:
     def compare_results(self) -> None:
         """Compare the numbers of ``step``: each rank's, or a loss that is reduced as gradients."""
         for name, expected in self.reference.results.items():
-            numbers = [trace.results.get(name, float("nan")) for trace in self.traces]
-            total = torch.tensor(sum(numbers))
-            reductions_ = {"sum": total, "mean": total / len(numbers)}
-            accepted = [torch.tensor(numbers)]
-            if name == "loss" and self.report.reduction in reductions_:
-                accepted.append(reductions_[self.report.reduction])
+            rank_numbers = [trace.results[name] for trace in self.traces]
+            numbers = torch.tensor(rank_numbers, dtype=torch.float64)
+            accepted = [numbers]
+            if name == "loss" and self.report.reduction in ("sum", "mean"):
+                accepted.append(getattr(numbers, self.report.reduction)())
             errors = [float((result - expected).abs().max()) for result in accepted]
             if not min(errors) <= self.bound * abs(expected):
-                shown = ", ".join(f"{number:.6g}" for number in numbers)
+                shown = ", ".join(f"{number:.6g}" for number in rank_numbers)
                 text = f"{shown} on the ranks, {expected:.6g} in one process"
                 self.report.findings.append(Finding(name.replace("_", " "), text))
 

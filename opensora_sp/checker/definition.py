@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import nn
@@ -66,22 +67,15 @@ def load_definition(source: Any) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"checked_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise DefinitionError(f"got {path}; expected a Python file to check; pass its path")
-
-    module = importlib.util.module_from_spec(spec)
-    # For modules next to it, and for what looks its own module up.
+    # For modules next to it.
     sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        return SimpleNamespace(**runpy.run_path(str(path), run_name=path.stem))
     except Exception as error:
         raise DefinitionError(
-            f"got {type(error).__name__} from importing {path} ({error}); expected a file that can "
-            "be imported; mend it"
+            f"got {type(error).__name__} from {path} ({error}); expected a Python file that can be "
+            "imported; pass its path, or mend it"
         ) from error
-    return module
 
 
 def applied_of(answer: Any, model: nn.Module) -> Applied:

@@ -53,8 +53,13 @@ class Gradients(NamedTuple):
     floor: float
 
     def infer(self, tried: Iterable[Reduction]) -> Reduction:
-        """The reduction that makes most gradients equal; the first of those that do."""
-        return min(tried, key=lambda reduction: len(self.kinds(reduction)))
+        """The reduction that makes most gradients equal, then explains most of the others."""
+
+        def unexplained(reduction: Reduction) -> tuple[int, int]:
+            kinds = [*self.kinds(reduction).values()]
+            return len(kinds), kinds.count("different")
+
+        return min(tried, key=unexplained)
 
     def kinds(self, reduction: Reduction) -> dict[str, str]:
         """The kind of each gradient that differs."""

@@ -64,7 +64,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     compared: float = 0.0
     not_compared: list[str] = field(default_factory=list)
-    precision: str = ""
+    precision: str = "not known"
 
     @property
     def ok(self) -> bool:
@@ -77,26 +77,21 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "no difference" if self.ok else "DIFFERENT"
-        precision = f" ({self.precision})" if self.precision else ""
-        lines = [f"{verdict}: one process and {self.ranks} ranks{precision}"]
+        lines = [f"{verdict}: one process and {self.ranks} ranks ({self.precision})"]
         if self.first_module is not None:
             lines.append(f"first module that differs: {self.first_module}")
-        rows = [
-            f"{row.error:9.1e} > {row.bound:.0e}  {row.name} ({row.layout})" for row in self.modules
-        ]
-        lines += _section("modules in the order of the forward pass", rows)
-        kinds = [f"{kind:>14}  {name}" for name, kind in self.gradients.items()]
-        lines += _section(f"gradients of parameters (reduction: {self.reduction})", kinds)
-        kinds = [f"{kind:>14}  {name}" for name, kind in self.inputs.items()]
-        lines += _section("gradients of inputs", kinds)
+        modules = [f"{row.error:9.1e}  {row.name} ({row.layout})" for row in self.modules]
+        parameters = [f"{kind:>14}  {name}" for name, kind in self.gradients.items()]
+        inputs = [f"{kind:>14}  {name}" for name, kind in self.inputs.items()]
+        lines += _section("modules in the order of the forward pass", modules)
+        lines += _section("gradients of parameters", parameters)
+        lines += _section("gradients of inputs", inputs)
         for finding in self.findings:
             where = f" in {finding.module}" if finding.module else ""
             lines.append(f"{finding.kind}{where}: {finding.text}")
-        lines.append(
-            f"compared: {self.compared:.0%} of the modules' outputs; reduction: {self.reduction}"
-        )
-        lines += _section("not compared", self.not_compared)
-        return "\n".join(lines)
+        lines.append(f"compared: {self.compared:.0%} of the modules' outputs")
+        lines.append(f"reduction of gradients: {self.reduction}")
+        return "\n".join([*lines, *_section("not compared", self.not_compared)])
 
 
 def _section(title: str, rows: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -15,18 +16,10 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.utils._pytree import tree_map
 
 from .definition import Applied, DefinitionError, applied_of
-from .layouts import differing_axis, distance
+from .layouts import distance
 from .lifting import precision_of
-from .recording import (
-    OUTPUT,
-    Exchange,
-    ExchangeRecorder,
-    Recorder,
-    digest,
-    plain_name,
-    tensors_of,
-    whole,
-)
+from .loss import own_loss
+from .recording import OUTPUT, Exchange, ExchangeRecorder, Recorder, digest, plain_name, whole
 
 OTHER_SEED = 1000
 ADAPTERS = ("lora", "adapter")
@@ -90,10 +83,10 @@ class Work:
     ) -> RankResult:
         """Record one process and this rank; all ranks call it."""
         # Before there is a process group, which a model could ask for.
-        reference, exact = self._reference()
+        reference, exact, hashes = self._reference()
         group = connect()
         model = self._build()
-        self._check_same(group, model)
+        self._check_same(group, [hashes, self._hashes(model)])
         with refused_context_parallel(self.device):
             applied = applied_of(self.definition.apply(model, group), model)
             model, applied.model = applied.model or model, None
@@ -104,9 +97,10 @@ class Work:
             repeats, exchanges = self._repeat(model, trace, dist.get_rank(group))
         return RankResult(trace, applied, repeats, exchanges, reference, exact)
 
-    def _reference(self) -> tuple[Trace, Trace]:
+    def _reference(self) -> tuple[Trace, Trace, dict[str, str]]:
         try:
             model = self._build()
+            hashes = self._hashes(model)
             trace = self._trace(model, loss=own_loss)
             other = self._trace(model, seed=self.seed + OTHER_SEED)
             exact = self._trace(model.double(), dtype=torch.float64, loss=own_loss)
@@ -121,7 +115,7 @@ class Work:
                 "process; expected a forward pass that draws no random numbers; call model.eval() "
                 "in build(), or draw in batch(seed)"
             )
-        return trace, exact
+        return trace, exact, hashes
 
     def _build(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -138,19 +132,22 @@ class Work:
         batch: dict[str, Any] = tree_map(converted, dict(self.definition.batch(self.seed)))
         return batch
 
-    def _check_same(self, group: dist.ProcessGroup, model: nn.Module) -> None:
-        """Raise DefinitionError on all ranks if their weights or batches differ."""
+    def _hashes(self, model: nn.Module) -> dict[str, str]:
         tensors = {**model.state_dict(), **self._batch(self.dtype)}
-        hashes = {name: digest(x) for name, x in tensors.items() if isinstance(x, Tensor)}
-        rank_hashes: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rank_hashes, hashes, group=group)
-        for rank, hashes in enumerate(rank_hashes):
-            names = [name for name, hash_ in rank_hashes[0].items() if hashes.get(name) != hash_]
+        return {name: digest(x) for name, x in tensors.items() if isinstance(x, Tensor)}
+
+    def _check_same(self, group: dist.ProcessGroup, builds: list[dict[str, str]]) -> None:
+        """Raise DefinitionError on all ranks if weights or batches of their builds differ."""
+        rank_builds = [builds] * dist.get_world_size(group)
+        dist.all_gather_object(rank_builds, builds, group=group)
+        for place, hashes in enumerate(chain.from_iterable(rank_builds)):
+            rank, first = place // len(builds), rank_builds[0][0]
+            names = [name for name in first if hashes.get(name) != first[name]]
             if names:
                 raise DefinitionError(
-                    f"got another {names[0]} on rank {rank} than on rank 0 ({len(names)} tensors "
-                    "differ); expected the same weights and batch on all ranks; make them from the "
-                    "seed alone, in build() and batch(seed)"
+                    f"got another {names[0]} on rank {rank} than on rank 0, or in a second build "
+                    f"({len(names)} tensors differ); expected the same weights and batch on all "
+                    "ranks; make them from the seed alone, in build() and batch(seed)"
                 )
 
     def _trace(
@@ -236,36 +233,6 @@ class Work:
 def is_floating(leaf: Any) -> bool:
     """True for a tensor that has a gradient."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def own_loss(output: Any, expected: list[Tensor] | None = None, group: Any = None) -> Tensor:
-    """The checker's loss: a fixed random weighting of the whole output, over its size.
-
-    Args:
-        expected: the output of one process; a rank's shard gets its part of the weights.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for index, leaf in enumerate(tensors_of(output)):
-        shape = leaf.shape if expected is None else expected[index].shape
-        generator = torch.Generator().manual_seed(index)
-        weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-        size = weights.numel()
-        if group is not None:
-            weights = _part(weights, leaf.shape, group)
-        total = total + (leaf.double().cpu() * weights).sum() / size
-    return total
-
-
-def _part(weights: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
-    """The rank's part of the weights, of an output that stays cut."""
-    shapes = [shape] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, shape, group=group)
-    axis = differing_axis(weights.shape, shapes)
-    sizes = [0 if axis is None else shape[axis] for shape in shapes]
-    if axis is not None and sum(sizes) == weights.shape[axis]:
-        return weights.split(sizes, axis)[dist.get_rank(group)]
-    # Another shape is reported as a difference of the output, whatever the gradients are.
-    return weights if shape == weights.shape else torch.ones(shape, dtype=torch.float64)
 
 
 def apart(trace: Trace, other: Trace) -> float:

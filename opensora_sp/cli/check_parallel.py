@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
 from opensora_sp.checker import check_parallel
 from opensora_sp.common.console import Parser
+
+OPTIONS = ("ranks", "seed", "dtype", "seconds", "device")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,16 +27,16 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="S", help="of build() and batch()")
     seconds = "after which a rank that has not ended is reported as waiting (default: 60)"
     add("--seconds", type=float, default=60.0, metavar="T", help=seconds)
+    devices = "cpu (default), or cuda: GPUs of this host, in float32 or bfloat16"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=devices)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the report; exits with 1 where the results differ."""
-    report = check_parallel(
-        args.file, ranks=args.ranks, seed=args.seed, dtype=args.dtype, seconds=args.seconds
-    )
+    options = {name: getattr(args, name) for name in OPTIONS}
+    report = check_parallel(args.file, **options)
     text = json.dumps(report.to_dict(), indent=1) if args.json else str(report)
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(text + "\n")
+    sys.stdout.write(text + "\n")
     if not report.ok:
         sys.exit(1)
