@@ -50,7 +50,7 @@ def open_clips(cfg: TrainConfig, manifest: str, **cut: Any) -> VideoTextDataset:
         time_limit=cfg.dataset.time_limit,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        captions=cfg.dataset.captions,
+        remove_caption_prefix=cfg.dataset.remove_caption_prefix,
         **cut,
     )
 

@@ -196,11 +196,6 @@ class Batch:
         return self.noised.x_t
 
     @property
-    def target(self) -> Tensor:
-        """The training target, ``[B, c, f, h, w]``."""
-        return self.noised.target
-
-    @property
     def of_group(self) -> dict[str, Any]:
         """The tensors that are equal on all ranks of a group: not latents and captions."""
         by_rank = ("y", "mask", "cond", "mask_index", *self.extra)

@@ -120,31 +120,19 @@ def _config(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class ModelForm:
-    """The digest of a model's description, cached until modules or parameters change."""
+    """The digest of a model's description, cached until a parameter changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # The submodules and the parameters of each module, which may be replaced.
-        self._children: list[dict[str, Any]] = []
-        self._parameters: list[dict[str, Any]] = []
-        self._state: list[Any] | None = None
+        self._parameters: list[Any] = []
         self._digest = ""
 
     def digest(self) -> str:
-        if self._state is None or self._read_state() != self._state:
-            modules = list(self.model.modules())
-            self._children = [module._modules for module in modules]
-            self._parameters = [module._parameters for module in modules]
-            self._state = self._read_state()
+        parameters = [(p.requires_grad, p.dtype, p.shape) for p in self.model.parameters()]
+        if not self._digest or parameters != self._parameters:
+            self._parameters = parameters
             self._digest = digest(describe_model(self.model))
         return self._digest
-
-    def _read_state(self) -> list[Any]:
-        # Modules themselves, since the id of one that is gone may be given to another.
-        modules = chain.from_iterable(table.values() for table in self._children)
-        parameters = chain.from_iterable(table.values() for table in self._parameters)
-        forms = [(p.requires_grad, p.dtype, p.shape) for p in parameters if p is not None]
-        return [*modules, *forms]
 
 
 def check_same_model(model: nn.Module, device: torch.device) -> None:

@@ -27,7 +27,10 @@ def plan_of_diffusers(model: nn.Module) -> TokenPlan:
         ValueError: if its class has none that is known to be right, or its settings have none, or
             diffusers is older than the plans.
     """
-    name, installed = type(model).__name__, version("diffusers")
+    # Of a derived class, such as fully_shard makes, the plan of its base.
+    names = [base.__name__ for base in type(model).__mro__]
+    name = next((name for name in names if name in PLANS or name in STATED), names[0])
+    installed = version("diffusers")
     if [int(number) for number in installed.split(".")[:2]] < OLDEST:
         raise ValueError(
             f"got diffusers {installed}; expected 0.42 or later, whose plans are tested; pip "
@@ -35,14 +38,14 @@ def plan_of_diffusers(model: nn.Module) -> TokenPlan:
         )
     if name in PLANS:
         return PLANS[name](model)
-    if name not in STATED or not model._cp_plan:
+    stated: Any = getattr(model, "_cp_plan", None)
+    if name not in STATED or not stated:
         raise ValueError(
             f"got a model of class {name}; expected one of {sorted({*PLANS, *STATED})}, whose "
             f"plans are tested with diffusers 0.42; call register_plan({name}, TokenPlan(...))"
         )
     if getattr(model.config, "is_amplify_history", False):
         _refuse(name, "is_amplify_history", "the first tokens of a rank would be taken for history")
-    stated: Any = model._cp_plan
     return read_plan(model, stated)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
+from opensora_sp.data.limits import Budget
 from opensora_sp.diffusion import ConditioningFrames, OnStep, predictions_per_step, size_conditions
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
-from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.parallel import SequenceMesh
 
 from .decoding import Frames, decode
@@ -114,8 +114,7 @@ class Pipeline:
             # Not every process takes them.
             special["conditioning_frames"] = conditioning_frames
         latents = self.flow.sample(
-            # Each step is reported apart; the first one of a shape compiles.
-            reporting_compilation("sampling")(predict),
+            predict,
             z,
             geometry=geometry,
             frame_levels=levels,
@@ -226,7 +225,7 @@ class Pipeline:
         latents = []
         for path in prompt.references:
             limits = self.cfg.limits
-            frames = read_frames(path, time_limit=limits.seconds, limits=limits)
+            frames = read_frames(path, Budget.of(limits.seconds, limits))
             frames = frames[: planned_whole_frames(self.cfg.vae, len(frames))]
             clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))

@@ -34,7 +34,6 @@ from opensora_sp.config import (
     InferenceConfig,
     build_component,
     check_launch,
-    unused_settings,
 )
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
@@ -61,7 +60,6 @@ from .pipeline import Pipeline
 from .process_groups import (
     choose_groups,
     counted,
-    find_ranks_of_hosts,
     free_memory,
     place_encoders,
 )
@@ -91,6 +89,8 @@ def sample(cfg: InferenceConfig) -> list[Path]:
         requests, weights = preflight(cfg)
         compared = cfg.model_dump(mode="json") | cost_model_of(cfg.cost_model).as_settings()
         compared |= {"lora": found_at(cfg.lora), "weights": found_at([str(weights)])}
+        # All ranks choose the same groups, by the number of ranks on their own host.
+        compared |= {"processes of each host": os.environ.get("LOCAL_WORLD_SIZE")}
     store = join_rendezvous(compared)
     with closing_process_group(), Watchdog(store, grace_time=0):
         device = start_process_group(store)
@@ -164,7 +164,7 @@ def opened_adapters(
         model = cfg.model_spec.build()
     opened = []
     for source in sources:
-        adapters = open_adapters(source, ema=ema, allow_pickle=cfg.allow_pickle)
+        adapters = open_adapters(source, ema=ema)
         check_adapters(adapters, model)
         opened.append(adapters)
     return opened
@@ -271,10 +271,9 @@ def _sample_all(
         requests,
         world_size,
         cost_model=cost_model,
-        ranks_of_hosts=find_ranks_of_hosts(),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
     )
-    for line in [groups.why, *unused_settings(cfg, groups.sp_size)]:
-        logger.info("%s", line)
+    logger.info("%s", groups.why)
     mesh = SequenceMesh(groups.sp_size)
     batches = groups.batches[mesh.dp_rank]
     placed = None

@@ -7,13 +7,10 @@ begin with ``on_``.
 from __future__ import annotations
 
 import gc
-import re
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from cuda_cases import batch, build, step
 from cuda_stub import requires_stub, run_on_stub
 from stream_checker import StreamChecker
@@ -23,7 +20,6 @@ from opensora_sp.models.recompute import OFFLOADED, HostMemory
 pytestmark = requires_stub
 
 CASE, BLOCKS = "STDiT3 x_mask", 4
-LATENTS = (2, 4, 8, 16, 16)
 TOKENS = 2 * 8 * 8 * 8
 INPUT = TOKENS * 144 * 2  # bytes
 
@@ -95,13 +91,12 @@ def test_a_block_is_computed_between_each_copy_and_the_wait_for_it() -> None:
 # --- the order of streams
 
 
-def on_streams(fault: str | None) -> list[str]:
+def on_streams() -> list[str]:
     """The races of steps, of a backward that ends early and of a pass without one."""
     model = build(CASE, checkpoint="offload")
     inputs = batch(CASE, model)
     checker = StreamChecker()
-    without = patch.object(torch.cuda.Stream, fault, lambda *args: None) if fault else nullcontext()
-    with checker, without:
+    with checker:
         for _ in range(2):
             step(model, inputs, "")
         ends_early(model, inputs)
@@ -124,17 +119,4 @@ def ends_early(model: Any, inputs: Any) -> None:
 
 @pytest.mark.slow
 def test_no_input_is_read_or_its_memory_reused_before_its_copy_is_complete() -> None:
-    assert run_on_stub(on_streams, None).result == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "race"),
-    [
-        ("wait_stream", "copy_.* does not wait for"),
-        ("wait_event", "does not wait for copy_|may reuse freed memory before copy_"),
-    ],
-)
-def test_an_order_that_is_left_out_is_found(fault: str, race: str) -> None:
-    races: list[Any] = run_on_stub(on_streams, fault).result
-    assert any(re.search(race, found) for found in races), races
+    assert run_on_stub(on_streams).result == []

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from full_attention_models import CASES, drawn, numbers
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from opensora_sp.checker.lifting import Lifted
@@ -42,12 +45,17 @@ def results_of(model: nn.Module, inputs: dict[str, Any], *, mesh: SequenceMesh |
         sum((x * x.detach().numel() * weights_like(x)).sum() for x in outputs).backward()
     gradients = {name: x.grad for name, x in leaves.items() if is_float(x)}
     gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradients = {name: x.clone() for name, x in gradients.items() if x is not None}
+    gradients = {name: whole(x) for name, x in gradients.items() if x is not None}
     if mesh is not None:
         for gradient in gradients.values():
             dist.all_reduce(gradient)
             gradient /= mesh.sp_size
     return {f"output {i}": x.detach() for i, x in enumerate(outputs)} | gradients
+
+
+def whole(gradient: Tensor) -> Tensor:
+    """A copy, of the parts of all ranks under ``fully_shard``."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
 
 
 def is_float(x: Any) -> bool:
@@ -314,8 +322,36 @@ def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
+def sharded_parameters() -> None:
+    """``fully_shard`` (FSDP2) around a parallelized model, or before: exact gradients."""
+    mesh = SequenceMesh(dist.get_world_size())
+    for shards_first in (False, True):
+        torch.manual_seed(1)
+        model, inputs = drawn("wan")
+        model.enable_gradient_checkpointing(lifted_checkpoint)
+        expected = results_of(model, inputs)
+
+        steps = [partial(parallelize, mesh=mesh), shard_parameters]
+        for step in reversed(steps) if shards_first else steps:
+            step(model)
+        assert isinstance(model.proj_out.weight, DTensor)
+        for _ in range(2):
+            assert_same(results_of(model, inputs, mesh=mesh), expected, f"FSDP2 {shards_first}")
+
+
+def shard_parameters(model: Any) -> None:
+    devices = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=devices)
+
+
+def wrapped() -> None:
+    wrappers()
+    sharded_parameters()
+
+
 def test_wrapped_and_compiled_models() -> None:
-    run_ranks(2, wrappers)
+    run_ranks(2, wrapped)
 
 
 def shards() -> None:

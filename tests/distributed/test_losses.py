@@ -202,12 +202,6 @@ def test_clips_of_different_sizes_have_the_losses_that_they_have_alone(process) 
     torch.testing.assert_close(process.losses(shard, replace(noised, video_mask=None)), losses)
 
 
-@pytest.mark.parametrize("eta", [-0.1, 1.1])
-def test_more_noise_than_a_step_holds_is_refused(eta: float) -> None:
-    with pytest.raises(ValueError, match=f"got ddim_eta {eta}; expected 0 .* to 1"):
-        IDDPM(sampler="ddim", ddim_eta=eta)
-
-
 @pytest.mark.parametrize("x_mask", [False, True])
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda p: type(p).__name__)
 def test_predictions_for_padding_and_conditioning_frames_do_not_count(

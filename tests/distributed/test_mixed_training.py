@@ -67,13 +67,12 @@ def test_a_degree_for_each_micro_batch_trains_as_one_process(folder: Path) -> No
 
 @pytest.fixture(scope="module")
 def other_worlds(folder: Path) -> Path:
-    """The same steps on three ranks, with degrees of some buckets, on replicas, and resumed."""
+    """The same steps on three ranks, with degrees of some buckets, and resumed."""
     degrees = "sp_size={'144p x 3': 2, '256 x 1': 1}"
     from_two = str(folder / "auto2" / "step_00000002")
     runs: list[tuple[int, list[str], str | None]] = [
         (2, [*MIXED, TWO, f"outputs={folder / 'cut'}"], from_two),
         (3, [*MIXED, degrees, f"outputs={folder / 'map3'}"], None),
-        (2, [*MIXED, "sp_size=1", "zero_stage=1", f"outputs={folder / '2x1'}"], None),
         (3, [*MIXED, "sp_size=auto", f"outputs={folder / 'moved'}"], from_two),
     ]
     run_ranks(3, train_in_worlds, folder / "config.py", runs)
@@ -81,9 +80,8 @@ def other_worlds(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["map3", "2x1"])
-def test_other_worlds_train_the_same(other_worlds: Path, name: str) -> None:
-    assert_same_training(other_worlds / name, other_worlds / "alone")
+def test_another_world_trains_the_same(other_worlds: Path) -> None:
+    assert_same_training(other_worlds / "map3", other_worlds / "alone")
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_the_budget_follows_how_blocks_run(
 
 def test_a_batch_takes_the_levels_of_the_smallest_planned_batch_that_contains_it():
     def planned(level: int, *sizes: int, ranks: int = 2) -> BucketLevels:
-        return BucketLevels("", ranks, BatchShape(*sizes, 24, 2), [level], 0, "")
+        return BucketLevels("", ranks, BatchShape(*sizes, 24, 2), [level], "")
 
     plans = [planned(6, 4, 8, 100), planned(3, 2, 32, 200), planned(5, 2, 16, 300)]
     plans.append(planned(1, 9, 99, 999, ranks=1))

@@ -226,13 +226,10 @@ def test_the_last_good_checkpoint_is_whole(two: Path, tmp_path: Path) -> None:
     damaged(commit(run_dir, 3))
     before = content(run_dir)
 
-    advice = Checkpoints(run_dir).advice()
-
-    good = run_dir / SECOND
-    assert advice == f"resume from the last good checkpoint, {good}, with --resume auto"
+    assert find_good(run_dir).checkpoint == run_dir / SECOND
     assert content(run_dir) == before
     assert on_two_ranks((run_dir, "auto")) == [SECOND]
-    assert Checkpoints(tmp_path / "new").advice() == "resume from the beginning"
+    assert find_good(tmp_path / "new").checkpoint is None
 
 
 def state_of_a_run(weight: torch.Tensor) -> Any:
