@@ -39,8 +39,8 @@ class Applied:
 
     Attributes:
         model: the model to run, where ``apply`` has wrapped it.
-        gradients: how the ranks' gradients make those of one process: "sum", "mean", or "none" if
-            each rank has them whole. By default the checker infers it.
+        gradients: reduction of the ranks' gradients that is right: "sum", "mean", or "none" if each
+            rank has them whole. By default the checker infers it.
         layouts: of modules' outputs, by the module's name; "output" is the model's.
     """
 
@@ -84,7 +84,7 @@ def applied_of(answer: Any, model: nn.Module) -> Applied:
     if applied.gradients not in (None, "sum", "mean", "none"):
         raise DefinitionError(
             f"got {applied.gradients!r} from apply; expected None, 'sum', 'mean', 'none' or "
-            "Applied(...): how the ranks' gradients make those of one process; return one of them"
+            "Applied(...), the reduction of the ranks' gradients; return one of them"
         )
     applied.model = applied.model or model
     return applied

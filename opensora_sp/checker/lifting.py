@@ -29,10 +29,8 @@ class Lifted(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.backward:
-            # Recomputation under gradient checkpointing is lifted as well.
-            with self:
-                return torch.autograd.backward(*args, kwargs.pop("gradient"), **kwargs)
+        if func is torch.Tensor.backward and not kwargs.get("inputs"):
+            return self._backward(args[0], **kwargs)
         if self.is_lifting:
             func = torch.Tensor.double if func in CASTS else func
             args = [_lifted(argument) for argument in args]
@@ -42,6 +40,17 @@ class Lifted(TorchFunctionMode):
         if isinstance(result, Tensor) and result.is_floating_point():
             self.lowest = max(self.lowest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result
+
+    def _backward(
+        self, root: Tensor, gradient: Any, retain_graph: Any, create_graph: Any, **kwargs: Any
+    ) -> None:
+        """Call the engine under this mode: a call of torch would compute again without it."""
+        gradient = torch.ones_like(root) if gradient is None else gradient
+        keeps = create_graph if retain_graph is None else retain_graph
+        engine: Any = torch.autograd.Variable._execution_engine
+        flags = {"allow_unreachable": True, "accumulate_grad": True}
+        with self:
+            engine.run_backward((root,), (gradient,), keeps, create_graph, (), **flags)
 
 
 def _lifted(argument: Any) -> Any:

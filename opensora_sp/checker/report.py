@@ -49,8 +49,8 @@ class Report:
             children) whose gathered output differs; "output" is the model's.
         gradients: parameter -> "times P", "divided by P", "missing", "sign" or "different".
         inputs: the same for floating-point inputs.
-        reduction: that makes the ranks' gradients those of one process: "sum", "mean" or "none",
-            declared or inferred.
+        reduction: of the ranks' gradients that is right: "sum", "mean" or "none", declared
+            or inferred.
         compared: share of the modules' outputs that could be compared.
         precision: the lowest that the forward pass uses, and the bound that follows.
     """
