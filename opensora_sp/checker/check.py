@@ -6,12 +6,13 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .definition import DefinitionError, load_definition
 from .gradients import Gradients, reductions
 from .layouts import Match, distance, match
-from .ranks import run_ranks
+from .ranks import run_as_rank, run_ranks
 from .recording import OUTPUT
 from .report import Finding, ModuleDifference, Report
 from .run import RankResult, Work
@@ -41,7 +42,8 @@ def check_parallel(
 ) -> Report:
     """Compare a model on P ranks, under somebody's parallelism, with the same model on one.
 
-    The ranks are processes of this host, which the check starts.
+    The ranks are processes of this host, which the check starts; where there is a process group, as
+    under torchrun, they are its ranks, which all call it and get the same report.
 
     Args:
         definition: a file's path, or an object (such as a module) with ``build() -> nn.Module``,
@@ -50,10 +52,11 @@ def check_parallel(
             ``Applied`` or how gradients are reduced, and optionally ``step(model, batch)``, which
             returns "loss", "gradient_norm", "validation_loss", or some of them, and leaves the
             weights as they are.
-        ranks: P, 2 or more.
+        ranks: P, 2 or more, unless there is a process group.
         dtype: of weights and inputs. In float64, casts to lower precisions are lifted to it.
         seconds: after which a rank that has not ended is waiting.
-        device: "cpu" (gloo), or "cuda" (NCCL; gloo if there are fewer GPUs than ranks).
+        device: "cpu" (gloo), or "cuda" (NCCL; gloo if there are fewer GPUs than ranks); with a
+            process group, the device of its rank.
 
     Raises:
         DefinitionError (a ValueError): if the definition cannot be checked.
@@ -63,11 +66,19 @@ def check_parallel(
             f"got dtype {dtype!r} and {ranks} ranks; expected one of {', '.join(DTYPES)}, and 2 "
             "ranks or more; change them"
         )
-    load_definition(definition)
-    ended = run_ranks(Work(definition, ranks, seed, DTYPES[dtype], device, seconds))
-    report = Report(ranks, findings=[rank.finding for rank in ended if rank.finding])
+    functions = load_definition(definition)
+    work = Work(definition, ranks, seed, DTYPES[dtype], device, seconds)
+    report = Report(ranks)
+    if dist.is_initialized():
+        work.definition, report.ranks = functions, dist.get_world_size()
+        results = run_as_rank(work)
+    else:
+        started = run_ranks(work)
+        report.findings = [rank.finding for rank in started if rank.finding]
+        results = [rank.result for rank in started if rank.result]
+
     if not report.findings:
-        comparison = Comparison([rank.result for rank in ended if rank.result], report)
+        comparison = Comparison(results, report)
         comparison.compare_modules()
         comparison.compare_gradients()
         comparison.compare_results()

@@ -102,6 +102,21 @@ def run_ranks(work: Work) -> list[Rank]:
     return ranks
 
 
+def run_as_rank(work: Work) -> list[RankResult]:
+    """Run the work as one of the ranks of a process group, all of which call it.
+
+    A rank that waits prints its stack after the deadline, and exits.
+    """
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD
+    faulthandler.dump_traceback_later(work.seconds, exit=True)
+    result = work.run(lambda: group, lambda name: None)
+    results = [result] * dist.get_world_size()
+    dist.all_gather_object(results, result)
+    faulthandler.cancel_dump_traceback_later()
+    return results
+
+
 def _collect(ranks: list[Rank], deadline: float) -> None:
     while pending := [rank for rank in ranks if not rank.result and not rank.finding]:
         ready = wait([rank.pipe for rank in pending], max(deadline - time.monotonic(), 0))
