@@ -37,6 +37,7 @@ def _part(weights: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tenso
     axis = differing_axis(weights.shape, shapes)
     sizes = [0 if axis is None else shape[axis] for shape in shapes]
     if axis is not None and sum(sizes) == weights.shape[axis]:
-        return weights.split(sizes, axis)[dist.get_rank(group)]
+        parts: tuple[Tensor, ...] = torch.split(weights, sizes, axis)
+        return parts[dist.get_rank(group)]
     # Another shape is reported as a difference of the output, whatever the gradients are.
     return weights if shape == weights.shape else torch.ones(shape, dtype=torch.float64)
