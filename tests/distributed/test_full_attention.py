@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_attention_models import CASES, drawn, numbers
-from lifted import Lifted
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.checker.lifting import Lifted
 from opensora_sp.parallel import (
     CommLedger,
     Cut,
@@ -34,12 +34,6 @@ from opensora_sp.parallel.rank_groups import RankGroup
 
 WORLD, PAIR = RankGroup(0, 3), RankGroup(0, 2)
 FEW_TOKENS = ("hunyuan", "flux")  # with ranks without text
-
-
-def lifted_checkpoint(function: Any, *args: Any) -> Any:
-    """Gradient checkpointing that computes again in float64."""
-    contexts = lambda: (Lifted(), Lifted())  # noqa: E731
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 def results_of(model: nn.Module, inputs: dict[str, Any], *, mesh: SequenceMesh | None = None):
@@ -86,7 +80,7 @@ def families(names: Iterable[str], checkpointing: bool) -> None:
         torch.manual_seed(1)
         model, inputs = drawn(name)
         if checkpointing:
-            model.enable_gradient_checkpointing(lifted_checkpoint)
+            model.enable_gradient_checkpointing()
         expected = results_of(model, inputs)
         parallelize(model, mesh)
         # The second backward pass keeps what blocks received.
@@ -116,7 +110,7 @@ def guidance() -> None:
     """Two passes with texts of different lengths before one backward pass, which recomputes."""
     mesh = SequenceMesh(dist.get_world_size())
     model, inputs = drawn("flux")
-    model.enable_gradient_checkpointing(lifted_checkpoint)
+    model.enable_gradient_checkpointing()
     short = inputs | {"encoder_hidden_states": numbers(2, 1, 6), "txt_ids": torch.zeros(1, 3)}
 
     def gradients(average: bool) -> list[Tensor]:
@@ -334,7 +328,7 @@ def sharded_parameters() -> None:
     for shards_first in (False, True):
         torch.manual_seed(1)
         model, inputs = drawn("wan")
-        model.enable_gradient_checkpointing(lifted_checkpoint)
+        model.enable_gradient_checkpointing()
         expected = results_of(model, inputs)
 
         steps = [partial(parallelize, mesh=mesh), shard_parameters]
