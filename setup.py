@@ -12,7 +12,6 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "opensora_sp/__init__.py").
 EXTRAS = {
     "captions": ["beautifulsoup4", "ftfy"],  # diffusers' cleaning of captions
     "flash-attn": ["flash-attn>=2.8"],
-    "fonts": ["cvttf-notosanscjk-regular==1.0"],  # Noto Sans CJK, for prompts on contact sheets
     # What the plugin and ``colossalai run`` import, beside
     # ``pip install --no-deps colossalai==0.5.0``, whose own requirements hold torch at 2.5.1.
     "colossalai-runtime": ["click", "contexttimer", "fabric", "packaging", "rich"],
@@ -38,7 +37,6 @@ setup(
         "diffusers>=0.38",
         "einops",
         "filelock",
-        "fonttools",  # which characters a font has
         "huggingface_hub",
         "matplotlib",
         "mmengine",

@@ -3,7 +3,7 @@
 python -m benchmarks gpu_report --json report.json
 python -m benchmarks gpu_report --quick --doctor     # a minute; also compares results with a CPU's
 
-Three parts: ceilings (the same as of ``opensora-sp doctor --device``); attention of STDiT3-XL/2 by
+Three parts: rates (the same as of ``opensora-sp plan --calibrate``); attention of STDiT3-XL/2 by
 every kernel, forward, backward and peak memory; forward and backward of STDiT3-XL/2 in bf16, its
 MFU and peak memory. The optimizer step and the links are not a part of it. A kernel or a step that
 fails is reported with its error, and the rest still runs. The model runs the Triton kernels that a
@@ -36,11 +36,11 @@ from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.gpus import GPUS, SHEETS
+from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, ModelFlops, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
-from opensora_sp.runtime.doctor.device import Setup, examine_device, setup_for
-from opensora_sp.runtime.doctor.device.one_device import check_ceilings
+from opensora_sp.runtime.doctor.device import Examination, setup_for
 from opensora_sp.runtime.doctor.probe import median_seconds
 from opensora_sp.runtime.rank_info import versions
 
@@ -96,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="as in a config; auto: the Triton kernels that this GPU has verified",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median")
-    parser.add_argument("--quick", action="store_true", help="two pairs of blocks, small ceilings")
+    parser.add_argument("--quick", action="store_true", help="two pairs of blocks")
     parser.add_argument("--doctor", action="store_true", help="also run doctor --device")
 
 
@@ -115,18 +115,21 @@ def run(args: argparse.Namespace) -> Figures:
     gpu = GPUS[args.gpu or known_gpu(name)]
 
     figures: Figures = {"device": name, "versions": versions()}
+    # In plain torch, before kernels are chosen.
+    figures["rates"] = list(rates(gpu))
+    print_table(f"{name}: rates", figures["rates"])
     # As a run of this model does, before its first step.
     like = SimpleNamespace(config=resolve_config(MODEL))
     figures["kernels"] = choose_kernels(args.kernels, like, dtype=BF16, device=DEVICE)
-    figures["ceilings"] = list(ceilings(gpu, args))
-    print_table(f"{name}: ceilings", figures["ceilings"])
     figures["attention"] = list(attentions(gpu, args))
     print_table("attention", figures["attention"])
     figures["steps"] = list(steps(gpu, args))
     print_table(f"{MODEL}, forward and backward", figures["steps"])
 
     if args.doctor:
-        figures["doctor"] = examine_device(setup_for("cuda")).to_dict()
+        examination = Examination(setup_for("cuda"))
+        list(examination.run())
+        figures["doctor"] = examination.to_dict()
         print(f"doctor --device: {'ok' if figures['doctor']['ok'] else 'FAIL'}")
     return figures
 
@@ -157,15 +160,18 @@ class Compared:
         return found
 
 
-def ceilings(gpu: CostModel, args: argparse.Namespace) -> Iterator[Figures]:
-    """Rates; what the planner takes for kernels of a transformer is 90 % of such a ceiling."""
-    planned = {
-        "device to device": gpu.memory_bandwidth / 1e9,
-        "bf16 matrix product": gpu.flops / 1e12,
+def rates(gpu: CostModel) -> Iterator[Figures]:
+    """The rates that this GPU reaches in a transformer, and those that the planner takes."""
+    measured = calibrate(DEVICE)
+    units = {
+        "memory_bandwidth": ("GB/s", 1e9),
+        "flops": ("TFLOP/s", 1e12),
+        "attention_forward": ("TFLOP/s", 1e12),
+        "attention_backward": ("TFLOP/s", 1e12),
     }
-    for finding in check_ceilings(Setup(DEVICE, num_ranks=1, small=args.quick)):
-        rate = Compared(finding.got or 0.0, planned.get(finding.name))
-        yield {"ceiling": finding.name, "unit": finding.unit, **rate.columns("rate")}
+    for name, (unit, scale) in units.items():
+        rate = Compared(getattr(measured, name) / scale, getattr(gpu, name) / scale)
+        yield {"rate": name, "unit": unit, **rate.columns("rate")}
 
 
 def attentions(gpu: CostModel, args: argparse.Namespace) -> Iterator[Figures]:

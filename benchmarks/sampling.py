@@ -145,9 +145,10 @@ def count_encodings(pipeline: Pipeline, request: list) -> None:
                 )
             )
 
-    flow, pipeline.flow = pipeline.flow, replace(pipeline.flow, num_sampling_steps=6)
+    process = pipeline.process
+    pipeline.process = replace(process, num_sampling_steps=6)
     pipeline.looped(request)
-    pipeline.flow = flow
+    pipeline.process = process
     for hook in hooks:
         hook.remove()
 

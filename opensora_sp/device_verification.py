@@ -43,7 +43,7 @@ from opensora_sp.models.kernels.verification import (
 from opensora_sp.parallel.agreement import gathered
 from opensora_sp.planner.batches import batches_by_name
 
-__all__ = ["choose_attention", "choose_kernels", "warn_of_changes"]
+__all__ = ["choose_attention", "choose_kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def choose_kernels(
     local_verdicts = {}
     for name in names:
         compare = partial(verify_kernel, name, sizes, dtype, device)
-        local_verdicts[name] = problem or _verdict(name, compare, device)
+        local_verdicts[name] = problem or _verdict(compare)
     verdicts = agreed(local_verdicts)
     refused = {name: verdict for name, verdict in verdicts.items() if verdict != OK}
     if kernels == TRITON and refused:
@@ -141,24 +141,6 @@ def _logged(used: dict[str, str], reason: str) -> dict[str, str]:
     what = f"{', '.join(by_triton)} by Triton" if by_triton else "plain torch"
     logger.info("kernels: %s (%s)", what, reason)
     return used
-
-
-def warn_of_changes(before: dict[str, str] | None, now: dict[str, str]) -> None:
-    """Warn if a run resumes with other kernels than its checkpoint's, which round otherwise.
-
-    Args:
-        before: "triton" or "torch" for each kernel, in the checkpoint; None in older checkpoints.
-        now: as ``before``, in this run.
-    """
-    there = before or {}
-    changed = [name for name, used in now.items() if there.get(name, used) != used]
-    if changed:
-        logger.warning(
-            "the run resumes with other kernels than its checkpoint was written with: %s; its "
-            "losses may differ from the uninterrupted run's in the last digits; resume on "
-            "the same kind of device, or set kernels='torch' for the whole run",
-            ", ".join(f"{name} by {now[name]} (there by {there[name]})" for name in changed),
-        )
 
 
 # --- kernels of attention
@@ -222,14 +204,8 @@ def _failed(cases: Iterable[Case], names: Mapping[str, str], device: torch.devic
     verdicts = {}
     for backend, taken_cases in kernel_cases.items():
         compare = partial(verify_backend, backend, taken_cases, device)
-        verdicts[backend.name] = _verdict(backend.name, compare, device)
-    failed = {name: verdict for name, verdict in agreed(verdicts).items() if verdict != OK}
-    # Ranks of another machine may have other packages. Without the first kernel that only some of
-    # them take, they may agree on the others.
-    differing = [name for name in KERNELS if NOT_TAKEN in failed.get(name, "")]
-    for name in differing[1:]:
-        del failed[name]
-    return failed
+        verdicts[backend.name] = _verdict(compare)
+    return {name: verdict for name, verdict in agreed(verdicts).items() if verdict != OK}
 
 
 def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, list[int]]:
@@ -245,30 +221,13 @@ def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, li
 # --- verdicts: found by checks, agreed by all ranks
 
 
-def _verdict(name: str, compare: Callable[[], Iterable[Difference]], device: torch.device) -> str:
-    """OK, or the first difference or error.
-
-    Raises:
-        ValueError: if the device computes nothing any more, as after an illegal access. The run's
-            watchdog ends the other ranks.
-    """
+def _verdict(compare: Callable[[], Iterable[Difference]]) -> str:
+    """OK, or the first difference or error."""
     try:
         return next((str(difference) for difference in compare() if not difference.ok), OK)
     # Compilers and drivers may raise anything.
     except Exception as error:
-        _check_device(name, device, error)
         return f"it could not be compared: {first_line(error)}"
-
-
-def _check_device(name: str, device: torch.device, error: Exception) -> None:
-    try:
-        torch.zeros(1, device=device).item()
-    except RuntimeError:
-        raise ValueError(
-            f"got an error from {name} ({first_line(error)}), after which the device computes "
-            "nothing; expected code that runs; set kernels='torch', and report it "
-            "with the output of opensora-sp doctor"
-        ) from error
 
 
 def agreed(verdicts: Verdicts) -> Verdicts:

@@ -111,7 +111,7 @@ def check_run(
     return [
         check_how_it_ran(read_json(run_dir / "summary.json")),
         check_loss_fell(np.array([line["loss"] for line in read_metrics(run_dir)])),
-        *check_against_linear(pipeline.flow, model_predictor(pipeline, texts), train, held_out),
+        *check_against_linear(pipeline.process, model_predictor(pipeline, texts), train, held_out),
         check_decoded(pipeline.vae, clips, sample_cfg),
         *check_attributes("as captioned", list(map(judge, videos)), clips),
     ]

@@ -29,13 +29,12 @@ from opensora_sp.common.files import read_json
 from opensora_sp.common.importing import nearest
 from opensora_sp.models.lora import ADAPTER
 
-from .hub import ADAPTERS, HubName, describe_missing, fetch
+from .hub import ADAPTERS, describe_missing, local_path
 from .paths import ADAPTER_CONFIG, newest_checkpoint
-from .reader import PickledWeightsError, Stored, Weights, open_weights
+from .reader import Stored, Weights, open_weights
 from .tensor_file import as_bytes
 
 ADAPTER_WEIGHTS, BASE_FACTS = "adapter_model.safetensors", "base.json"
-PICKLED_ADAPTERS = "adapter_model.bin"
 MAX_SCALE = 1000.0
 # Values of an adapter_config.json under which adapters are what this file merges.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -162,9 +161,7 @@ def parse_source(text: str) -> tuple[str, float]:
     try:
         scale = float(number)
     except ValueError:
-        if not Path(path).exists():
-            return text, 1.0
-        scale = math.nan
+        return text, 1.0
     # nan is no number up to it, either.
     if not abs(scale) <= MAX_SCALE:
         raise ValueError(
@@ -174,23 +171,20 @@ def parse_source(text: str) -> tuple[str, float]:
     return path, scale
 
 
-def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) -> Adapters:
+def open_adapters(source: str, *, ema: bool = True) -> Adapters:
     """Open adapters; only names and shapes are read.
 
     Args:
         source: ``PATH`` or ``PATH:SCALE``; see ``find_adapters``. A PATH that is not on disk is a
             name on the Hugging Face hub, ``owner/repository[/path][@revision]``.
         ema: choose the EMA weights of a run's checkpoint.
-        allow_pickle: also open peft's ``adapter_model.bin``, as ``open_weights`` does.
 
     Raises:
-        ValueError: if there are none, they are pickled and that is not allowed, or are of another
-            kind than what ``adapter_files`` describes.
+        ValueError: if there are none in safetensors, or they are of another kind than what
+            ``adapter_files`` describes.
     """
     path, scale = parse_source(source)
-    place, on_hub = Path(path), None if Path(path).exists() else HubName.of_missing(path)
-    if on_hub is not None:
-        place = fetch(on_hub, kind=ADAPTERS, allow_pickle=allow_pickle, more=(BASE_FACTS,))
+    place = local_path(path, kind=ADAPTERS, more=(BASE_FACTS,))
     folder = find_adapters(place, ema=ema)
     if folder is None:
         missing = "" if place.exists() else f" ({describe_missing(path)})"
@@ -203,7 +197,14 @@ def open_adapters(source: str, *, ema: bool = True, allow_pickle: bool = False) 
 
     config = read_json(folder / ADAPTER_CONFIG)
     scaling = _scaling(config, folder)
-    weights = _opened(folder, allow_pickle=allow_pickle)
+    file = folder / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise ValueError(
+            f"got {folder} with {ADAPTER_CONFIG} and without {ADAPTER_WEIGHTS}; expected both; "
+            "copy the folder again, or save a pickled adapter_model.bin with peft's "
+            "save_pretrained(..., safe_serialization=True)"
+        )
+    weights = open_weights(file)
     tensors = _by_parameter(weights.tensors, folder)
     ranks = {stored.shape[0] for name, stored in tensors.items() if ".lora_A." in name}
     if ranks - {config["r"]}:
@@ -249,25 +250,6 @@ def _scaling(config: Any, folder: Path) -> float:
         raise ValueError(
             f"got {folder / ADAPTER_CONFIG} with r = {config.get('r')!r} and lora_alpha = "
             f"{config.get('lora_alpha')!r}; expected two numbers; copy the file again"
-        ) from None
-
-
-def _opened(folder: Path, *, allow_pickle: bool) -> Weights:
-    """The file of adapters, safetensors if there are any."""
-    names = (ADAPTER_WEIGHTS, PICKLED_ADAPTERS)
-    file = next((folder / name for name in names if (folder / name).is_file()), None)
-    if file is None:
-        raise ValueError(
-            f"got {folder} with {ADAPTER_CONFIG} and without {ADAPTER_WEIGHTS}; expected both; "
-            "copy the folder again"
-        )
-    try:
-        return open_weights(file, allow_pickle=allow_pickle)
-    except PickledWeightsError:
-        raise PickledWeightsError(
-            f"got {file}, which is pickled, and a pickle can run code as it is read; expected "
-            f"{ADAPTER_WEIGHTS}; save it with peft's save_pretrained(..., "
-            "safe_serialization=True), or pass allow_pickle=True (--allow-pickle)"
         ) from None
 
 

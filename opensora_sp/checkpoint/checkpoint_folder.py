@@ -24,10 +24,9 @@ from .filesystem import FileSystem, sha256
 from .paths import checkpoint_step, committed_checkpoints, is_committed
 from .tensor_file import Spec, TensorFile
 
-# Formats that this version reads; it writes the last one. A key of ``state.json`` that earlier
-# versions may ignore needs no new number, and later versions read checkpoints without it.
-READABLE_FORMATS = (2,)
-FORMAT = READABLE_FORMATS[-1]
+# A key of ``state.json`` that earlier versions may ignore needs no new number, and later versions
+# read checkpoints without it.
+FORMAT = 2
 # Larger files are compared by size only, unless a check is thorough.
 QUICK_CHECK_BYTES = 1 << 20
 # A number and 64 digits.
@@ -99,7 +98,7 @@ class CheckpointFolder:
         self.filesystem.rename(self.partial, self.final)
         self.filesystem.flush(self.final.parent)
 
-        self.filesystem.write_file(self.final / "COMMIT", _commit_text(manifest, FORMAT))
+        self.filesystem.write_file(self.final / "COMMIT", _commit_text(manifest))
         self.filesystem.write_file(self.final.parent / "latest", f"{self.final.name}\n".encode())
         self._remove_old()
         logger.info("saved %s", self.final)
@@ -262,15 +261,16 @@ def to_json(content: Any) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _commit_text(manifest: bytes, number: int) -> bytes:
-    return f"{number} {hashlib.sha256(manifest).hexdigest()}\n".encode()
+def _commit_text(manifest: bytes) -> bytes:
+    return f"{FORMAT} {hashlib.sha256(manifest).hexdigest()}\n".encode()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    number, commit = _read_format(folder)
+    commit = read_commit(folder)
+    _check_format(commit, folder)
     path = folder / "manifest.json"
     text = _read_bounded(folder, path.name, MAX_BYTES)
-    if commit != _commit_text(text, number):
+    if commit != _commit_text(text):
         raise DamagedCheckpointError(f"{path} is not the one that COMMIT names")
 
     manifest: dict[str, Any] = parse_json(text, str(path))
@@ -313,19 +313,15 @@ def read_commit(folder: Path) -> bytes:
     return _read_bounded(folder, "COMMIT", MAX_COMMIT_BYTES)
 
 
-def _read_format(folder: Path) -> tuple[int, bytes]:
-    """The format of a checkpoint, and the content of ``COMMIT``."""
-    commit = read_commit(folder)
+def _check_format(commit: bytes, folder: Path) -> None:
+    """Raise ValueError unless the content of ``COMMIT`` begins with the format that is read."""
     match = re.match(rb"(\d{1,9})\s", commit)
     if match is None:
         raise DamagedCheckpointError(
             f"{folder / 'COMMIT'} holds {commit[:80]!r}", "a format and a SHA-256"
         )
-
-    number = int(match[1])
-    if number not in READABLE_FORMATS:
+    if int(match[1]) != FORMAT:
         raise ValueError(
-            f"got a checkpoint of format {number} in {folder}; expected one of "
-            f"{list(READABLE_FORMATS)}; read it with the version that wrote it; it is left as it is"
+            f"got a checkpoint of format {int(match[1])} in {folder}; expected {FORMAT}; read it "
+            "with the version that wrote it; it is left as it is"
         )
-    return number, commit

@@ -12,10 +12,11 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from filelock import FileLock
 
@@ -35,7 +36,7 @@ class Kind:
         noun, content: of the source and of what it holds, for messages.
         safetensors: patterns of the files of a folder: the first group whose first pattern it has.
         pickles: patterns where there are no safetensors.
-        advice: what to do with pickles; may name the source and a folder for it.
+        advice: what to do with pickles; may name the source and a ``{target}`` folder for it.
     """
 
     noun: str
@@ -57,7 +58,8 @@ WEIGHTS = Kind(
         ("*.safetensors", "*.safetensors.index*.json"),
     ),
     ("*.bin", "*.bin.index*.json", "*.pt", "*.pth"),
-    "convert them once: opensora-sp convert {name} {target} --allow-pickle",
+    "convert them once: opensora-sp convert {name} {target} --allow-pickle, or pass "
+    "allow_pickle=True (--allow-pickle)",
 )
 ADAPTERS = Kind(
     "adapters",
@@ -87,6 +89,11 @@ class HubName:
         """The name that a path which is not on disk may be; None for a path into a folder here."""
         return None if is_path(source) else cls.parse(source)
 
+    def within(self, subfolder: str) -> HubName:
+        """The name of a folder inside this one."""
+        path = PurePosixPath(self.path, subfolder)
+        return replace(self, path="" if path == PurePosixPath() else str(path))
+
     def __str__(self) -> str:
         path = f"/{self.path}" if self.path else ""
         return f"{self.repository}{path}" + (f"@{self.revision}" if self.revision else "")
@@ -104,8 +111,6 @@ def describe_missing(path: str | Path) -> str:
         folder, name = folder.parent, folder.name
     if (folder / name).exists():
         return f"{folder.absolute() / name} is a file"
-    if (folder / name).is_symlink():
-        return f"{folder.absolute() / name} is a link to nothing"
 
     names: list[str] = []
     with suppress(OSError):
@@ -115,17 +120,6 @@ def describe_missing(path: str | Path) -> str:
     nearest = difflib.get_close_matches(name, names, n=4, cutoff=cutoff)
     there = f", nearest: {', '.join(nearest)}" if nearest else ""
     return f"{folder.absolute()} has no {name!r}{there}"
-
-
-def describe_not_cached(source: str) -> str:
-    """Reason why ``source`` is neither on disk nor cached, where the hub is not asked."""
-    from huggingface_hub import constants
-
-    offline = "HF_HUB_OFFLINE=1 is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-    return (
-        f"which is not on disk ({describe_missing(source)}) and, read as a name, not in the hub's "
-        f"cache, while {offline}"
-    )
 
 
 def answers() -> bool:
@@ -141,13 +135,6 @@ def answers() -> bool:
     except Exception:
         return False
     return True
-
-
-def files_of(name: HubName) -> list[str]:
-    """The files of a repository, as the hub lists them."""
-    from huggingface_hub import list_repo_files
-
-    return list_repo_files(name.repository, revision=name.revision)
 
 
 def snapshot(name: HubName, patterns: Sequence[str], *, is_online: bool) -> Path:
@@ -187,6 +174,20 @@ def _only_process(repository: str) -> Iterator[None]:
         yield
 
 
+def local_path(source: str | Path, subfolder: str = "", **options: Any) -> Path:
+    """A path on this machine: ``source`` itself, or what the hub has by this name.
+
+    Args:
+        subfolder: a folder inside of it.
+        options: see ``fetch``.
+
+    Raises:
+        ValueError: if it is a name on the hub that cannot be downloaded.
+    """
+    name = None if Path(source).exists() else HubName.of_missing(str(source))
+    return Path(source, subfolder) if name is None else fetch(name.within(subfolder), **options)
+
+
 # A run opens its weights more than once: each time the same commit.
 @lru_cache(maxsize=16)
 def fetch(
@@ -206,10 +207,12 @@ def fetch(
     Raises:
         ValueError: if hub or cache do not have it, or it holds no weights that may be read.
     """
+    from huggingface_hub import list_repo_files
+
     try:
         is_online = answers()
         if is_online:
-            listed = files_of(name)
+            listed = list_repo_files(name.repository, revision=name.revision)
         else:
             folder = snapshot(name, (), is_online=False)
             files = [path for path in folder.rglob("*") if path.is_file()]
@@ -286,8 +289,7 @@ def _no_weights(
         return NoWeightsError(
             f"got {kind.noun} {str(name)!r} on the hub, whose weights ({pickles[0]}) are pickled, "
             "and a pickle can run code as it is read; expected safetensors; "
-            f"{kind.advice.format(name=name, target=target)}, or pass allow_pickle=True "
-            "(--allow-pickle)"
+            f"{kind.advice.format(name=name, target=target)}"
         )
 
     there = ", ".join(sorted(listed)[:_LISTED]) or "nothing"
@@ -301,19 +303,19 @@ def _no_weights(
 
 
 def _not_fetched(name: HubName, kind: Kind, error: Exception) -> ValueError:
+    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = f"cannot be fetched from the hub ({text})"
     if isinstance(error, LocalEntryNotFoundError):
-        reason = describe_not_cached(str(name))
-    else:
-        text = " ".join(str(error).split())[:300] or type(error).__name__
-        reason = (
-            f"which is not on disk ({describe_missing(str(name))}) and, read as a name, cannot be "
-            f"fetched from the hub ({text})"
-        )
+        is_offline = constants.HF_HUB_OFFLINE
+        because = "HF_HUB_OFFLINE=1 is set" if is_offline else "the hub cannot be reached"
+        reason = f"not in the hub's cache, while {because}"
     revision = f" --revision {name.revision}" if name.revision else ""
     return ValueError(
-        f"got {kind.noun} {str(name)!r}, {reason}; expected a path, or a name on the hub and a "
+        f"got {kind.noun} {str(name)!r}, which is not on disk ({describe_missing(str(name))}) and, "
+        f"read as a name, {reason}; expected a path, or a name on the hub and a "
         "network to fetch it; check the path, which is relative to the working directory, or "
         f"download the name where there is a network: hf download {name.repository}{revision} "
         "--local-dir DIR (`hf auth login` for private ones)"

@@ -210,10 +210,15 @@ def check_model_config(
 
 def check_encoders(model_config: Any, vae: Any, text_encoder: Any) -> None:
     """Raise ValueError if the encoders do not produce what the model expects."""
-    _check_width("latent channels", "vae", vae.channels, "in_channels", model_config)
-    _check_width(
-        "text features", "text_encoder", text_encoder.width, "caption_channels", model_config
-    )
+    widths = [("in_channels", "vae", vae.channels)]
+    widths += [("caption_channels", "text_encoder", text_encoder.width)]
+    for key, encoder, width in widths:
+        expected = getattr(model_config, key)
+        if width != expected:
+            raise ValueError(
+                f"got {width} channels from {encoder} and model.{key} = {expected}; expected them "
+                f"to agree; set model.{key}={width} or choose another {encoder}"
+            )
     check_text_length(text_encoder.max_length, model_config)
 
 
@@ -224,15 +229,6 @@ def check_text_length(max_length: int, model_config: Any) -> None:
         raise ValueError(
             f"got text_encoder.max_length {max_length} over model.model_max_length {limit}; "
             "expected at most that; lower the one or raise the other"
-        )
-
-
-def _check_width(what: str, encoder: str, width: int, key: str, model_config: Any) -> None:
-    expected = getattr(model_config, key)
-    if width != expected:
-        raise ValueError(
-            f"got {width} {what} from {encoder} and model.{key} = {expected}; expected them to "
-            f"agree; set model.{key}={width} or choose another {encoder}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .hub import HubName, describe_missing, fetch, is_optimizer
+from .hub import describe_missing, is_optimizer, local_path
 from .tensor_file import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -124,9 +124,7 @@ def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     Raises:
         ValueError: if there are no weights, or several files without an index.
     """
-    name, path = str(path), Path(path)
-    if not path.exists() and (on_hub := HubName.of_missing(name)) is not None:
-        path = fetch(on_hub, allow_pickle=allow_pickle)
+    name, path = str(path), local_path(path, allow_pickle=allow_pickle)
     if path.is_file():
         return path
     _check_folder(path, name)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from opensora_sp.common.files import read_small_file
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.registry import model_class
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
 CARD = "README.md"
-MAX_CARD_BYTES = 1 << 20
-UNKNOWN_LICENSE = "unknown"
 CARD_TEXT = """---
 {metadata}
 ---
@@ -81,8 +79,8 @@ def from_pretrained(
         The model on the CPU, in memory that it shares with no file.
 
     Raises:
-        ValueError: if weights or adapters cannot be read, belong to another model, with all
-            differences, or are too large for ``dtype``.
+        ValueError: if weights or adapters cannot be read, or belong to another model, with all
+            differences.
     """
     if "pred_sigma" in check_conversions(convert):
         config = {"pred_sigma": False, **config}
@@ -98,42 +96,23 @@ def from_pretrained(
     with torch.device("meta"):
         built = model_class(name)(settings)
     weights = fitted(weights, built, convert=convert, strict=strict, allow_base=not lora)
-    weights = _with_adapters(weights, built, lora, ema=ema, allow_pickle=allow_pickle)
+    weights = _with_adapters(weights, built, lora, ema=ema)
 
     if len(weights.tensors) < len(built.state_dict()):
         # The weights lack some: draw these at random.
         built = model_class(name)(settings)
-    built = fill(built, weights)
-
-    if dtype is not None:
-        _check_range(built, dtype)
-    return built.to(dtype=dtype)
+    return fill(built, weights).to(dtype=dtype)
 
 
 def _with_adapters(
-    weights: Weights, model: ConditionedModel, lora: Sequence[str], **options: bool
+    weights: Weights, model: ConditionedModel, lora: Sequence[str], *, ema: bool
 ) -> Weights:
-    """The weights with adapters merged into them; for ``options`` see ``open_adapters``."""
-    opened = [open_adapters(source, **options) for source in lora]
+    """The weights with adapters merged into them."""
+    opened = [open_adapters(source, ema=ema) for source in lora]
     for adapters in opened:
         check_adapters(adapters, model)
     warn_of_other_base(weights, opened)
     return merged(weights, opened)
-
-
-def _check_range(model: ConditionedModel, dtype: torch.dtype) -> None:
-    """Raise ValueError if rounding would overflow, as fp16 does from 65,520."""
-    overflowing = [
-        name
-        for name, p in model.named_parameters()
-        if bool((p.isfinite() & ~p.to(dtype).isfinite()).any())
-    ]
-    if overflowing:
-        raise ValueError(
-            f"got {len(overflowing)} tensors with numbers too large for {dtype} "
-            f"({overflowing[0]} is one); expected at most {torch.finfo(dtype).max:.4g}; "
-            "use bf16, or keep the dtype of the weights"
-        )
 
 
 def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
@@ -174,12 +153,9 @@ def save_pretrained(
     """
     card = model_card(model, Path(path).name, license=license, base_model=base_model)
     with new_folder(Path(path)) as folder:
-        _write_shards(model, folder, max_shard_size)
+        write_shards(model.state_dict(), folder, max_shard_size)
         write_model_config(folder, type(model).__name__, model.config)
         (folder / CARD).write_text(str(card), encoding="utf-8")
-        for file in folder.iterdir():
-            # safetensors creates files that only their owner may read.
-            shutil.copymode(folder / "config.json", file)
 
 
 @contextmanager
@@ -208,20 +184,29 @@ def new_folder(final: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shards(model: ConditionedModel, folder: Path, max_shard_size: int | str) -> None:
+def write_shards(
+    tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str, *, stem: str = "model"
+) -> None:
+    """Write ``<stem>.safetensors``, or shards and their index.
+
+    Raises:
+        ValueError: for a size that huggingface_hub refuses.
+    """
     from huggingface_hub import save_torch_state_dict
 
+    pattern = f"{stem}{{suffix}}.safetensors"
     try:
-        save_torch_state_dict(model.state_dict(), folder, max_shard_size=max_shard_size)
+        save_torch_state_dict(
+            tensors, folder, filename_pattern=pattern, max_shard_size=max_shard_size
+        )
     except ValueError as error:
-        raise shard_size_error(max_shard_size, error) from None
-
-
-def shard_size_error(size: int | str, error: ValueError) -> ValueError:
-    """The error for a size that huggingface_hub refuses."""
-    return ValueError(
-        f"got max_shard_size {size!r} ({error}); expected bytes or a size such as '5GB'; change it"
-    )
+        raise ValueError(
+            f"got max_shard_size {max_shard_size!r} ({error}); expected bytes or a size such as "
+            "'5GB'; change it"
+        ) from None
+    for file in folder.iterdir():
+        # safetensors creates files that only their owner may read.
+        file.chmod(folder.stat().st_mode & 0o666)
 
 
 def check_vacant(folder: Path) -> None:
@@ -248,7 +233,7 @@ def model_card(
 
     name = type(model).__name__
     metadata = ModelCardData(
-        license=license or UNKNOWN_LICENSE,
+        license=license or "unknown",
         library_name="opensora_sp",
         pipeline_tag="text-to-video",
         base_model=base_model,
@@ -263,18 +248,3 @@ def model_card(
         folder=folder,
     )
     return ModelCard(text)
-
-
-def saved_license(source: Path) -> str | None:
-    """The license that the card next to weights states; None without one that can be read."""
-    from huggingface_hub import ModelCard
-
-    card = (source if source.is_dir() else source.parent) / CARD
-    # Cards are written by anyone: one that cannot be parsed states no license.
-    try:
-        content = read_small_file(card, MAX_CARD_BYTES, "a model card").decode()
-        stated = ModelCard(content, ignore_metadata_errors=True).data.to_dict().get("license")
-    except Exception:
-        return None
-    known = isinstance(stated, str) and stated != UNKNOWN_LICENSE
-    return stated if known else None

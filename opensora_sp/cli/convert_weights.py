@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from opensora_sp.checkpoint import from_pretrained, save_pretrained
-from opensora_sp.checkpoint.hub import HubName
+from opensora_sp.checkpoint.hub import HubName, local_path
 from opensora_sp.checkpoint.model_config import MAY_DIFFER
-from opensora_sp.checkpoint.pretrained import check_vacant, saved_license
+from opensora_sp.checkpoint.pretrained import check_vacant
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import ModelSpec, load_inference_config, parse_override
-from opensora_sp.encoders.conversion import convert_encoder, fetched, is_encoder
+from opensora_sp.encoders.conversion import convert_encoder, is_encoder
+from opensora_sp.encoders.loading import TOKENIZER_FILES
 from opensora_sp.models.base import ConditionedModel
 
 # Options that change weights or need to know the model.
@@ -63,11 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-shard-size", default="5GB", metavar="SIZE", help=size)
 
     card = parser.add_argument_group("model card").add_argument
-    card(
-        "--license",
-        metavar="ID",
-        help="as the hub names it (default: as the card in IN has it)",
-    )
+    card("--license", metavar="ID", help="as the hub names it (default: unknown)")
     base = "the model on the hub that this one was made of (default: IN, if it is a name there)"
     card("--base-model", metavar="NAME", help=base)
 
@@ -96,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     # Before weights are fetched, which may take minutes.
     check_vacant(Path(args.target))
 
-    source = fetched(args.source, allow_pickle=args.allow_pickle)
+    source = local_path(args.source, allow_pickle=args.allow_pickle, more=TOKENIZER_FILES)
     convert = _convert_encoder if is_encoder(source) else _convert
     _check_pipeline(args, is_model=convert is _convert)
     written = convert(source, args)
@@ -150,7 +147,7 @@ def _convert(source: Path, args: argparse.Namespace) -> str:
     name = None if Path(args.source).exists() else HubName.parse(args.source)
     written: dict[str, Any] = dict(
         max_shard_size=_shard_size(args),
-        license=args.license or saved_license(source),
+        license=args.license,
         base_model=args.base_model or (None if name is None else name.repository),
     )
     if args.to == "diffusers":

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opensora_sp.common.files import atomic_write
-from opensora_sp.config import TrainConfig, load_either
 from opensora_sp.runtime.doctor.diagnosis import Check, Diagnosis, diagnose
 
 if TYPE_CHECKING:
     from opensora_sp.runtime.doctor.device import Examination, Finding
 
-MIN_WIDTH, MAX_WIDTH = 60, 110
+WIDTH = 100
 LABEL_WIDTH = 18
 CHECK_WIDTH = 46  # of the longest name of a finding, about
 MARGIN = " " * (7 + LABEL_WIDTH + 1)
@@ -26,8 +24,6 @@ MARGIN = " " * (7 + LABEL_WIDTH + 1)
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
-    config = "the config that is to run; for training, a missing ColossalAI is a failure"
-    add("--config", metavar="CONFIG", help=config)
     add("--no-collective", dest="collective", action="store_false", help="start no ranks")
     output = (
         "report as JSON, with what must be equal on all hosts. With --device, FILE is written "
@@ -49,8 +45,7 @@ def run(args: argparse.Namespace) -> None:
         result = _examine_device(args)
         text = device_summary(result)
     else:
-        trains = args.config is not None and _is_training(args.config)
-        diagnosis = diagnose(collective=args.collective, trains=trains)
+        diagnosis = diagnose(collective=args.collective)
         if diagnosis is None:
             return
         result, text = diagnosis, table(diagnosis)
@@ -64,10 +59,6 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _is_training(config: str) -> bool:
-    return isinstance(load_either(config, [])[0], TrainConfig)
-
-
 def _as_json(result: Diagnosis | Examination) -> str:
     return json.dumps(result.to_dict(), indent=1)
 
@@ -78,20 +69,18 @@ def _write_json(result: Diagnosis | Examination, file: str) -> None:
 
 
 def _examine_device(args: argparse.Namespace) -> Examination:
-    from opensora_sp.runtime.doctor.device import examine_device, setup_for
+    from opensora_sp.runtime.doctor.device import Examination, setup_for
 
-    setup = setup_for(args.device)
+    examination = Examination(setup_for(args.device))
     prints = args.json != ""
-
-    def report(examination: Examination) -> None:
+    if prints:
+        _say(f"{examination.setup.name}\n  {'check':{CHECK_WIDTH}}  error, 1 is rounding  verdict")
+    for finding in examination.run():
         if args.json:
             _write_json(examination, args.json)
         if prints:
-            _say(device_line(examination.findings[-1]))
-
-    if prints:
-        _say(f"{setup.name}\n  {'check':{CHECK_WIDTH}}  {'got':>12}  {'bound':>12}  verdict")
-    return examine_device(setup, report)
+            _say(device_line(finding))
+    return examination
 
 
 def _say(text: str) -> None:
@@ -100,20 +89,17 @@ def _say(text: str) -> None:
 
 
 def device_line(finding: Finding) -> str:
-    """Measured value, bound, verdict; below it the note if it did not pass."""
-    sign = ">=" if finding.at_least else "<="
-    bound = "-" if finding.bound is None else f"{sign} {finding.bound:.3g}"
-    got = "-" if finding.got is None else f"{finding.got:.3g} {finding.unit}".strip()
-    line = f"  {finding.name:{CHECK_WIDTH}}  {got:>12}  {bound:>12}  {finding.verdict}"
-    return f"{line}\n    -> {finding.note}" if finding.note and finding.verdict != "ok" else line
+    """Measured error and verdict; below it the note if it did not pass."""
+    got = "-" if finding.got is None else f"{finding.got:.3g}"
+    line = f"  {finding.name:{CHECK_WIDTH}}  {got:>20}  {finding.verdict}"
+    return line if finding.verdict == "ok" else f"{line}\n    -> {finding.note}"
 
 
 def device_summary(examination: Examination) -> str:
     """The number of findings that failed, and the time of all."""
-    findings = examination.findings
-    failed = sum(finding.verdict == "FAIL" for finding in findings)
-    verdict = f"{failed} of {len(findings)} findings failed" if failed else "no finding failed"
-    return f"\n{verdict}, {examination.seconds:.0f} s"
+    verdicts = [finding.verdict for finding in examination.findings]
+    failed = verdicts.count("FAIL")
+    return f"\n{failed} of {len(verdicts)} findings failed, {examination.seconds:.0f} s"
 
 
 def table(diagnosis: Diagnosis) -> str:
@@ -141,10 +127,9 @@ def _lines(checks: list[Check]) -> list[str]:
 
 
 def _wrap(text: str, first: str, rest: str) -> list[str]:
-    columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns
     return textwrap.wrap(
         text,
-        width=min(MAX_WIDTH, max(MIN_WIDTH, columns)),
+        width=WIDTH,
         initial_indent=first,
         subsequent_indent=rest,
         break_on_hyphens=False,

@@ -14,7 +14,6 @@ from opensora_sp.config import load_either
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.run_plan import BatchEstimate, Plan, bucket_estimates, estimator_of
 
-from .mean_step import mean_step
 from .plan_calibration import run_calibration
 from .plan_fit import run_fit
 from .plan_model import add_model_options, is_diffusers_model, run_model_plan
@@ -115,9 +114,6 @@ def table(run: RunEstimator, estimates: Iterable[BatchEstimate]) -> Iterator[str
         f"MB sent: by a rank for {what}. GB peak: of a rank, {run.kernels_in_words}, without the "
         f"encoders. s: of {what}, by arithmetic at the rates of {run.options.cost_model.name}."
     )
-    step = mean_step(run, [estimate.ranks for estimate in buckets])
-    if step is not None:
-        yield from _wrapped(step.describe())
     if len(buckets) == 1:
         yield from _details(buckets[0])
 

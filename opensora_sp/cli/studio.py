@@ -20,7 +20,6 @@ def parser() -> argparse.ArgumentParser:
     add("--nproc", type=int, default=1, metavar="N", help="processes that sample (default: 1)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=7860, help="port; 0 takes a free one (default: 7860)")
-    add("--token", help="secret part of the page's address (default: drawn at each start)")
     return parser
 
 
@@ -55,5 +54,5 @@ def run(args: argparse.Namespace) -> None:
     from opensora_sp.studio.server import run as serve
 
     check_writable(Path(args.outputs), "--outputs")
-    folders = Folders.of(args.runs, args.outputs)
-    serve(folders, nproc=args.nproc, host=args.host, port=args.port, token=args.token)
+    folders = Folders(args.runs, args.outputs)
+    serve(folders, nproc=args.nproc, host=args.host, port=args.port)

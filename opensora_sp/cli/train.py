@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from opensora_sp.common.console import add_allow_pickle, config_arguments, parse_bool
+from opensora_sp.common.console import add_allow_pickle, config_arguments
 from opensora_sp.config import load_train_config
 from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 from opensora_sp.training.run import train
@@ -22,8 +22,6 @@ def parser() -> argparse.ArgumentParser:
     add("--accept-new-data", action="store_true", help=new_data)
     profile = "write a trace of a step (3) or of several (10-12) into the run's folder"
     add("--profile", metavar="STEPS", help=profile)
-    wandb = "log to W&B or not"
-    add("--wandb", type=parse_bool, nargs="?", const=True, metavar="True|False", help=wandb)
     add_allow_pickle(parser)
     return parser
 
@@ -31,8 +29,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     """Train; every rank calls it."""
     with raise_on_all_ranks():
-        wandb = [] if args.wandb is None else [f"wandb={args.wandb}"]
-        cfg = load_train_config(args.config, [*args.cfg_options, *wandb])
+        cfg = load_train_config(args.config, args.cfg_options)
     if args.allow_pickle:
         cfg = cfg.model_copy(update={"allow_pickle": True})
     train(

@@ -26,7 +26,6 @@ exit_status: int | None = None
 CONFIG_HELP = (
     "config file, Python in mmengine's style; the package's, configs/..., are found in every folder"
 )
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @contextmanager
@@ -89,17 +88,6 @@ class Parser(argparse.ArgumentParser):
                 "without quotes; start with torchrun, or write the text into a config file)"
             )
         super().error(message)
-
-
-def parse_bool(text: str) -> bool:
-    """A boolean on the command line: true, yes, on, 1, or false, no, off, 0.
-
-    Raises:
-        argparse.ArgumentTypeError: for any other word.
-    """
-    if text.lower() not in TRUE + FALSE:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected True or False; write one of them")
-    return text.lower() in TRUE
 
 
 def config_arguments(*, needs_config: bool = True) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .components import ModelSpec, build_component, split_type
 from .draft import explain
 from .inference_config import InferenceConfig
-from .launch_checks import check_launch, unused_settings
+from .launch_checks import check_launch
 from .sections import PromptOptions
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ __all__ = [
     "saved_train_config",
     "sources",
     "split_type",
-    "unused_settings",
 ]
 
 

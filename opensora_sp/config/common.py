@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -41,9 +41,6 @@ from .components import (
 )
 from .draft import raise_together
 from .sections import Frames, Seed, SequenceParallel, Strict, frame_size
-
-Unused: TypeAlias = tuple[tuple[str, ...], str]
-"""Keys of which none has an effect, and why."""
 
 
 def latent_size(vae: dict[str, Any], clip: ClipShape) -> tuple[int, int, int] | None:
@@ -105,12 +102,6 @@ def _text(clip: ClipShape) -> str:
 
 def check_text(text_encoder: dict[str, Any], model_config: Any) -> None:
     """Raise ValueError if a model cannot take the features of a text encoder."""
-    if getattr(model_config, "skip_y_embedder", False):
-        raise ValueError(
-            "got model.skip_y_embedder=True, for text features that are projected already; "
-            "expected False, since text comes from text_encoder; remove it"
-        )
-
     name, options = split_type("text_encoder", text_encoder)
     parameters = inspect.signature(component_class("text_encoder", name, TEXT_ENCODERS)).parameters
     default = getattr(parameters.get("max_length"), "default", None)
@@ -275,10 +266,6 @@ class Common(Strict):
                 f"{key} {current}; expected a model with use_cond=True, 'rflow' and "
                 f"{key}={wanted}; correct these, or remove {setting.partition(' ')[0]}"
             )
-
-    def unused(self) -> Iterator[Unused]:
-        """Keys that have no effect with the other keys' values, and why."""
-        return iter(())
 
     def parallel_options(self, cost_model: CostModel) -> Options:
         """The options of ``sequence_parallel``, with the rates that choices depend on."""

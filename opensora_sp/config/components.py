@@ -98,7 +98,8 @@ def check_options(key: str, options: dict[str, Any], cls: Any) -> dict[str, Any]
     """
     # Custom classes may use types unknown to pydantic: only set options are checked.
     try:
-        hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)
+        annotated = cls if dataclasses.is_dataclass(cls) else cls.__init__
+        hints = get_type_hints(annotated, include_extras=True)
     except NameError:
         # Names that only a type checker imports.
         hints = {}

@@ -7,12 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from .common import Common, Unused
+from .common import Common
 from .components import SCHEDULERS, build_component
 from .sections import Fps, Precision, Prompts
 
 MAX_STEPS, MAX_SCALE = 100_000, 1000.0
-OF_BACKWARD = ("sequence_parallel.recompute_communication", "sequence_parallel.overlap_backward")
 
 
 class InferenceConfig(Common):
@@ -138,19 +137,3 @@ class InferenceConfig(Common):
     def _condition_fits(self) -> None:
         if self.cond_type is not None:
             self._check_conditioned(f"cond_type {self.cond_type!r}", "batch_size", 1)
-
-    def unused(self) -> Iterator[Unused]:
-        """See ``Common.unused``."""
-        yield OF_BACKWARD, "sampling has no backward pass"
-        if self.prompts:
-            yield ("prompt_path",), "there are prompts, which take its place"
-        if self.aes is None and self.flow is None:
-            yield ("score_style",), "aes and flow are None"
-        if self.cond_type is None and self.scheduler.get("cfg_scale") == 1:
-            yield ("negative_prompt",), "scheduler.cfg_scale is 1, which is no guidance"
-
-        if self.cond_type is not None:
-            yield ("condition_frame_edit",), "cond_type gives conditioning frames as they are"
-        elif self.loop == 1:
-            keys = ("condition_frame_length", "condition_frame_edit")
-            yield keys, "loop is 1, so no part continues another"

@@ -1,14 +1,9 @@
-"""Checks of a config at the start of a run: processes, device, and settings that have no effect.
-
-Settings without effect contradict nothing, so a run starts, and its log has a line for each.
-Settings that do not fit are errors.
-"""
+"""Checks of a config at the start of a run: its processes and its device."""
 
 from __future__ import annotations
 
 import os
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,16 +14,10 @@ from opensora_sp.parallel.rank_groups import check_degrees_in
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
 from .draft import raise_together
-from .sections import SequenceParallel
 
 if TYPE_CHECKING:
     from .inference_config import InferenceConfig
     from .train_config import TrainConfig
-
-# ``parallelize`` itself reports ``verify``, which programs set as well.
-OF_SHARED_BATCHES = tuple(
-    f"sequence_parallel.{name}" for name in SequenceParallel.model_fields if name != "verify"
-)
 
 
 def check_launch(cfg: TrainConfig | InferenceConfig, world_size: int) -> None:
@@ -83,34 +72,3 @@ def _check_optimizer(cfg: TrainConfig | InferenceConfig) -> None:
             "got optimizer.type 'HybridAdam' without CUDA; expected 'AdamW' on CPU, where "
             "HybridAdam's kernels do not build; change optimizer.type"
         )
-
-
-def unused_settings(cfg: TrainConfig | InferenceConfig, ranks: int) -> list[str]:
-    """A line for each setting without effect, with the reason.
-
-    Values that are the default do not count: the ``config.py`` of a run sets all keys.
-
-    Args:
-        ranks: the most that share a batch.
-    """
-    rules = [*cfg.unused()]
-    if ranks == 1:
-        rules.insert(0, (OF_SHARED_BATCHES, "no ranks share a batch"))
-
-    # The first rule that names a key is its reason.
-    lines: dict[str, str] = {}
-    for keys, reason in rules:
-        for key in keys:
-            if key not in lines and _is_set(cfg, key):
-                lines[key] = f"{key}={_value(cfg, key)!r} has no effect: {reason}"
-    return list(lines.values())
-
-
-def _value(cfg: Any, key: str) -> Any:
-    return reduce(getattr, key.split("."), cfg)
-
-
-def _is_set(cfg: Any, key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    model = _value(cfg, section) if section else cfg
-    return bool(getattr(model, name) != type(model).model_fields[name].default)

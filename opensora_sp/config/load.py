@@ -20,7 +20,7 @@ from .components import check_overriding_types
 from .config_file import read_config
 from .draft import Draft, Run, dotted, explain, leaves, raise_together
 from .inference_config import InferenceConfig
-from .open_sora import check_family, translate
+from .open_sora import translate
 from .train_config import TrainConfig
 
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -146,7 +146,6 @@ def load_draft(
             partial(draft.set, key, setting, _flag(key)) for key, setting in (values or {}).items()
         )
         raise_together(*settings)
-        check_family(draft)
         translate(draft, run)
         check_overriding_types(draft)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Translation of the keys of Open-Sora 1.0 to 1.3 configs of STDiT models.
 
-``translate`` drops the keys of ``WITHOUT_EFFECT``, refuses those of ``REFUSED`` and applies
+``translate`` drops the keys of ``WITHOUT_EFFECT``, and of ``OFF_HERE`` if they are off, and applies
 ``RULES``. Any other key has the same meaning here, or is refused as unknown.
 """
 
@@ -11,15 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from opensora_sp.models.registry import PRESETS
-
 from .draft import Draft, Run, is_option, key_of, raise_together
 
 DATASETS = {"VideoTextDataset": "VideoText", "VariableVideoTextDataset": "VariableVideoText"}
 VAES_WITH_DTYPE = ("VideoAutoencoderKL", "OpenSoraVAE_V1_2", "OpenSoraVAE_V1_3")
-OTHER_MODELS = ("DiT", "Latte", "PixArt", "VideoAutoencoder", "OpenSoraVAE", "VAE_Temporal")
-"""Beginnings of ``model.type`` in configs of Open-Sora's models that are not here."""
-
 OFF = (None, False)
 
 
@@ -173,28 +168,13 @@ WITHOUT_EFFECT: dict[Run | None, tuple[str, ...]] = {
 SIZES_OF_BUCKETS = ("batch_size", "dataset.num_frames", "dataset.image_size")
 """Without effect in a training with buckets, which have sizes of their own."""
 
-REFUSED = {
-    "root": "write paths relative to the manifest, or absolute ones, into it",
-    **dict.fromkeys(
-        ("dataset.dummy_text_feature", "load_text_features"),
-        "captions are encoded here; remove it",
-    ),
-    "model.no_temporal_pos_emb": "all models here have temporal position embeddings; remove it",
-    **dict.fromkeys(
-        ("vae.cache_dir", "text_encoder.cache_dir"), "set HF_HOME=FOLDER in the environment"
-    ),
-    **dict.fromkeys(
-        ("scheduler.dynamic_thresholding", "scheduler.thresholding"),
-        "no sampler of Open-Sora calls the function that it names; remove it",
-    ),
-    "llm_refine": "no external service is used; write the refined prompts",
-    "watermark": "watermarks are not supported; remove it",
-    **dict.fromkeys(
-        ("start_index", "end_index", "prompt_generator"),
-        "write only these prompts into prompts or prompt_path",
-    ),
-}
-"""Keys that are errors unless they are off, and what to do instead."""
+OFF_HERE = (
+    *("root", "dataset.dummy_text_feature", "load_text_features", "model.no_temporal_pos_emb"),
+    *("vae.cache_dir", "text_encoder.cache_dir", "llm_refine", "watermark"),
+    *("scheduler.dynamic_thresholding", "scheduler.thresholding"),
+    *("start_index", "end_index", "prompt_generator"),
+)
+"""Keys of what is not here, which are dropped where they are off, and else unknown keys."""
 
 # None stands for the default here, too.
 OPTIONAL = (
@@ -303,21 +283,9 @@ def translate(draft: Draft, run: Run) -> None:
     draft.overridden = frozenset(key for key, origin in draft.origins.items() if is_option(origin))
 
     _drop(draft, run)
-    refused = (partial(_refuse, key, instead, draft) for key, instead in REFUSED.items())
     rules = (partial(_apply, rule, draft) for rule in RULES if rule.run in (None, run))
-    raise_together(*refused, *rules)
+    raise_together(*rules)
     _move_into_prompts(draft)
-
-
-def check_family(draft: Draft) -> None:
-    """Raise ValueError if the config is for a model of Open-Sora that is not here."""
-    name = str(draft.get("model.type"))
-    if name.startswith(OTHER_MODELS):
-        raise ValueError(
-            f"got model.type = {name!r}, which is not supported here; expected one of "
-            f"{list(PRESETS)}; use one, a trained autoencoder as vae, or parallelize a custom "
-            f"model (docs/custom_model.md) [{draft.origin('model.type')}]"
-        )
 
 
 def _drop(draft: Draft, run: Run) -> None:
@@ -329,16 +297,9 @@ def _drop(draft: Draft, run: Run) -> None:
         if draft.get(key):
             draft.notes.append(f"{draft.origin(key)}: {key} has no effect here")
         draft.pop(key)
-
-
-def _refuse(key: str, instead: str, draft: Draft) -> None:
-    setting, origin = draft.get(key), draft.origin(key)
-    draft.pop(key)
-    if setting:
-        raise ValueError(
-            f"got {key} = {setting!r} of Open-Sora; expected a key that can be translated; "
-            f"{instead} [{origin}]"
-        )
+    for key in OFF_HERE:
+        if not draft.get(key):
+            draft.pop(key)
 
 
 def _apply(rule: Rule, draft: Draft) -> None:

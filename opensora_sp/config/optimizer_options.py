@@ -118,11 +118,9 @@ def _check_name(name: Any) -> None:
     name = str(name)
     if name in STATES:
         return
-    same = [known for known in STATES if known.lower() == name.lower()]
-    advice = nearest(name, same or STATES)
     raise ValueError(
         f"got optimizer.type {name!r}; expected an elementwise optimizer, since ZeRO gives each "
-        f"rank a flat range of a parameter's numbers: {list(STATES)}; {advice}"
+        f"rank a flat range of a parameter's numbers: {list(STATES)}; {nearest(name, STATES)}"
     )
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from opensora_sp.data.captions import Captions
 from opensora_sp.data.resolutions import named_frames, named_size
 from opensora_sp.models.lora import DEFAULT_TARGETS
 from opensora_sp.parallel.options import Options
@@ -67,19 +66,9 @@ class Dataset(Strict):
     max_bad_fraction: float = Field(0.2, ge=0, le=1)
     """Share of corrupt samples among those read that ends the run."""
 
-    caption_scores: Literal["words"] | None = None
-    """Append the manifest's columns aes, flow and cmotion to captions, in the words of Open-Sora
-    1.3; see docs/data.md. None appends none. With CachedFeatures, to captions of held-out clips."""
-
     remove_caption_prefix: bool = False
-    """Remove beginnings of captions such as `The video shows`; with CachedFeatures as above."""
-
-    @property
-    def captions(self) -> Captions | None:
-        """Changes of a manifest's captions; None if there are none."""
-        if self.caption_scores is None and not self.remove_caption_prefix:
-            return None
-        return Captions(self.caption_scores is not None, self.remove_caption_prefix)
+    """Remove beginnings of captions such as `The video shows`; with CachedFeatures, of captions of
+    held-out clips."""
 
     @model_validator(mode="after")
     def _has_its_source(self) -> Dataset:

@@ -15,12 +15,10 @@ from opensora_sp.models.recompute import levels_of
 from opensora_sp.models.registry import models_for_any_size
 from opensora_sp.parallel.rank_groups import check_degrees
 
-from .common import Common, Unused, check_input_size
+from .common import Common, check_input_size
 from .draft import raise_together
 from .optimizer_options import Optimizer
 from .sections import Dataset, Lora, Precision, Validation
-
-VIDEO_KEYS = ("negative_prompt", "num_samples", "num_sampling_steps", "cfg_scale", "fps", "format")
 
 
 def _unchanged(check: Callable[[Any], object]) -> Callable[[Any], Any]:
@@ -167,7 +165,7 @@ class TrainConfig(Common):
     noise_prob: dict[str, float] | None = None
     """With `noise_augmentation`: probability of each kind of degradation of a clip."""
 
-    noise_strength: dict[str, Any] | None = None
+    noise_strength: dict[str, list[int] | float] | None = None
     """With `noise_augmentation`: ratios to draw from, or the largest share of noise, by kind."""
 
     validation: Validation | None = None
@@ -345,32 +343,3 @@ class TrainConfig(Common):
             raise ValueError(
                 "got precision 'fp64'; expected 'fp32', 'bf16' or 'fp16' for training; choose one"
             )
-
-    def unused(self) -> Iterator[Unused]:
-        """See ``Common.unused``."""
-        if not self.grad_checkpoint:
-            yield (
-                ("sequence_parallel.recompute_communication",),
-                "nothing is recomputed (grad_checkpoint=False)",
-            )
-        if self.bucket_config is None:
-            yield ("batch_order",), "without bucket_config all micro-batches are alike"
-        if self.accumulates_locally:
-            reason = "ranks sum their gradients locally, and keep their shards at both stages"
-            yield ("zero_stage",), reason
-        if self.keep_last is None:
-            yield ("keep_every",), "keep_last is None, so all checkpoints are kept"
-        if not self.noise_augmentation:
-            yield ("noise_prob", "noise_strength"), "noise_augmentation is False"
-        if self.load is None:
-            yield ("convert",), "load is None, so there are no weights to convert"
-
-        validation = self.validation
-        if validation is None:
-            return
-        if not validation.prompts:
-            yield tuple(f"validation.{name}" for name in VIDEO_KEYS), "validation has no prompts"
-        if validation.cfg_scale == 1:
-            yield ("validation.negative_prompt",), "cfg_scale is 1, which is no guidance"
-        if validation.manifest is None:
-            yield ("validation.bins",), "validation has no manifest of held-out clips"

@@ -105,7 +105,9 @@ class BucketPlan:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of all that the sequence depends on but the seed, to be compared on resume."""
+        """A checksum of the buckets and the clips, to be compared on resume. (Neither the seed nor
+        the rule by which clips are assigned are in it.)
+        """
         options = repr((self.frame_interval, self.buckets.entries)).encode()
         columns = (self.num_frames, self.height, self.width)
         return f"{zlib.crc32(options + b''.join(c.tobytes() for c in columns)):08x}"

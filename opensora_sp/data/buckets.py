@@ -13,15 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from opensora_sp.common.importing import nearest
 
 from .dataset import ClipShape
 from .resolutions import SIZES, closest_aspect, num_pixels
 
+Probability = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Entry = tuple[Probability | tuple[Probability, Probability], Positive | None]
+ByFrames = Annotated[dict[Positive, Entry], Field(min_length=1)]
+CONFIG = TypeAdapter(Annotated[dict[str, ByFrames], Field(min_length=1)])
 # Share of a resolution's pixels that a clip must have.
 MIN_PIXEL_SHARE = 0.8
 UNKNOWN, SMALL, SHORT, CHANCE = -1, -2, -3, -4
@@ -73,14 +79,21 @@ class Buckets:
         Raises:
             ValueError: naming the entry that cannot be used.
         """
-        is_mapping = isinstance(config, Mapping) and len(config) > 0
-        parts = config.values() if is_mapping else [None]
-        if not all(isinstance(by_frames, Mapping) and by_frames for by_frames in parts):
+        try:
+            checked = CONFIG.validate_python(config)
+        except ValidationError as error:
+            part: Any
+            place, part = "", config
+            for key in error.errors()[0]["loc"][:2]:
+                if isinstance(part, Mapping) and key in part:
+                    place, part = f"{place}[{key!r}]", part[key]
             raise ValueError(
-                f"got bucket_config {config!r}; expected for example {{'240p': {{51: (1.0, 4)}}}}; "
-                "add a bucket"
-            )
-        unknown = [name for name in config if name not in SIZES]
+                f"got bucket_config{place} = {part!r}; expected for example "
+                "{'240p': {51: (1.0, 4)}}: (probability, batch size), or ((probability, "
+                "probability of these frames), batch size), by resolution and frames; a batch size "
+                "of None is chosen at the start; correct it"
+            ) from None
+        unknown = [name for name in checked if name not in SIZES]
         if unknown:
             raise ValueError(
                 f"got the resolution {unknown[0]!r} in bucket_config; expected one of "
@@ -88,9 +101,9 @@ class Buckets:
             )
 
         entries = []
-        for resolution in sorted(config, key=num_pixels, reverse=True):
-            for num_frames, entry in sorted(config[resolution].items(), reverse=True):
-                entries.append(_entry(resolution, num_frames, entry))
+        for resolution in sorted(checked, key=num_pixels, reverse=True):
+            for num_frames, entry in sorted(checked[resolution].items(), reverse=True):
+                entries.append(_entry(resolution, num_frames, *entry))
         if not any(entry.keep for entry in entries):
             raise ValueError(
                 "got a bucket_config that keeps no clip; expected a keep probability over 0; raise "
@@ -206,32 +219,12 @@ def with_batch_sizes(
     return changed
 
 
-def _entry(resolution: str, num_frames: Any, pair: Any) -> BucketEntry:
-    is_entry = isinstance(pair, (tuple, list)) and len(pair) == 2
-    parts: Any = pair if is_entry else (None, None)
-    keep, batch_size = parts
-    is_pair = isinstance(keep, (tuple, list)) and len(keep) == 2
-    probabilities: list[Any] = list(keep) if is_pair else [keep]
-    is_size = batch_size is None or (isinstance(batch_size, int) and batch_size >= 1)
-
-    expected = ""
-    if not isinstance(num_frames, int) or num_frames < 1:
-        expected = "a positive number of frames"
-    elif not all(isinstance(number, (int, float)) and 0 <= number <= 1 for number in probabilities):
-        expected = "probabilities from 0 to 1"
-    elif is_pair and num_frames == 1:
-        expected = "one probability for images, which have one length"
-    elif probabilities[0] and not is_size:
-        expected = "a batch size of at least 1"
-    if expected:
+def _entry(resolution: str, num_frames: int, keep: Any, batch_size: int | None) -> BucketEntry:
+    keep, keep_frames = keep if isinstance(keep, tuple) else (keep, None)
+    if keep_frames is not None and num_frames == 1:
         raise ValueError(
-            f"got bucket_config[{resolution!r}][{num_frames!r}] = {pair!r}; expected {expected}; "
-            "write (probability, batch size), or ((probability, probability of these frames), "
-            "batch size); a batch size of None is chosen at the start"
+            f"got two probabilities in bucket_config[{resolution!r}][1]; expected one for images, "
+            "which have one length; remove the second"
         )
-
-    keep, keep_frames = probabilities if is_pair else (*probabilities, None)
     # Open-Sora has batch sizes of None there.
-    if not keep:
-        return BucketEntry(resolution, num_frames, 0.0, keep_frames, 0)
-    return BucketEntry(resolution, num_frames, float(keep), keep_frames, batch_size)
+    return BucketEntry(resolution, num_frames, keep, keep_frames, batch_size if keep else 0)

@@ -1,16 +1,14 @@
 """A feature cache: precomputed latents and text features, as a dataset.
 
     cache/
-      index.json                the fingerprint, sizes of latents, names and checksums of the shards
+      index.json                the fingerprint, sizes of latents, names of the shards
       clips.jsonl               the manifest that the features were made of
       shard-000000.safetensors  "latents/<clip>/<frames>x<height>x<width>" [c, f, h, w],
       "text/<clip>" [tokens, W], "extra/<clip>/<frames>x<height>x<width>/<name>" for further inputs
-      of a derived model, and for each record "crc32/<record>": a checksum of each latent frame, or
-      of the whole record
+      of a derived model
 
 Clips are numbered by their line in the manifest. The header of a shard lists as JSON its clips and
-those that could not be read. Numbers are kept in 16 bits where that loses nothing. The JSON of
-header and index holds a checksum of itself.
+those that could not be read. Numbers are kept in 16 bits where that loses nothing.
 
 Legend: c latent channels, f x h x w latent size, W width of text features.
 """
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +34,6 @@ from .dataset import ClipShape, CorruptSample, ExtraFiles, Sample
 from .manifest import Manifest
 
 INDEX, MANIFEST = "index.json", "clips.jsonl"
-CHECKSUM = "crc32"
 # Begins the names of a manifest's columns in the fingerprint of a cache.
 MANIFEST_KEY = "dataset.manifest "
 Key = tuple[int, ClipShape]
@@ -55,7 +51,7 @@ class DamagedRecordError(ValueError):
 class Index(BaseModel):
     """Content of ``index.json``."""
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
 
     made_of: dict[str, Any]
     """The fingerprint, see ``features.cached.made_of``."""
@@ -65,11 +61,7 @@ class Index(BaseModel):
     sizes: dict[ShapeName, tuple[Side, Side, Side]]
     """By shape, f, h, w."""
 
-    shards: dict[ShardName, int]
-    """By the name of the file, the checksum in its header."""
-
-    manifest_sha256: str
-    """Of the copy of the manifest."""
+    shards: list[ShardName]
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,6 @@ class Shard:
     """The header of one shard file."""
 
     path: Path
-    checksum: int
     made_of: dict[str, Any]  # the fingerprint
     clips: dict[Key, tuple[float, int]]  # frame rate, and tokens of the caption
     corrupt: dict[Key, CorruptSample]
@@ -109,12 +100,11 @@ class Shard:
         try:
             with safe_open(path, "pt") as file:
                 header = parse_json(file.metadata()["clips"], f"the header of {path}")
-            check_seal(header)
             for clip, shape, fps, tokens in header["clips"]:
                 clips[int(clip), parse_shape(shape)] = float(fps), int(tokens)
             for clip, shape, source, reason in header["corrupt"]:
                 corrupt[int(clip), parse_shape(shape)] = CorruptSample(source, reason)
-            return cls(path, header[CHECKSUM], header["made_of"], clips, corrupt)
+            return cls(path, header["made_of"], clips, corrupt)
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"got {str(path)!r}, which cannot be read ({error}); expected a shard of a feature "
@@ -151,10 +141,8 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         self.corrupt: dict[Key, CorruptSample] = {}
         self._tokens: dict[int, int] = {}
 
-        for name, checksum in self.index.shards.items():
+        for name in self.index.shards:
             shard = Shard.read(self.folder / name)
-            if shard.checksum != checksum:
-                raise damaged_record(shard.path, "clips", "the index has another checksum of it")
             self.corrupt |= shard.corrupt
             for (clip, shape), (fps, tokens) in shard.clips.items():
                 self.latents.setdefault(shape, {})[clip] = shard.path, fps
@@ -175,8 +163,8 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
     @property
     def index_digest(self) -> str:
-        """A digest of the index, and with it of the headers of all shards."""
-        return file_digest(self.folder / INDEX)[:16]
+        """A digest of the index, by which ranks compare their caches."""
+        return hashlib.sha256((self.folder / INDEX).read_bytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -201,7 +189,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         first, stop = sample.frames or (0, size[0])
         latents = read_record(shard, latents_name(key), slice(first, stop))
         if latents.shape[1:] != (len(range(size[0])[first:stop]), *size[1:]):
-            raise _of_another_shape(shard, latents_name(key), latents)
+            raise damaged_record(shard, latents_name(key), f"its shape is {(*latents.shape,)}")
 
         text, extra = None, dict[str, Tensor]()
         if first == 0:
@@ -217,7 +205,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
             record = extra_name(key, name)
             inputs[name] = read_record(shard, record).float()
             if inputs[name].shape != shape:
-                raise _of_another_shape(shard, record, inputs[name])
+                raise damaged_record(shard, record, f"its shape is {(*inputs[name].shape,)}")
         return inputs
 
 
@@ -239,10 +227,7 @@ def shard_content(
     for (number, shape), sample in corrupt.items():
         header["corrupt"].append([number, shape_name(shape), sample.path, sample.reason])
 
-    sums = {}
-    for name, record in records.items():
-        sums[f"{CHECKSUM}/{name}"] = torch.tensor(checksums(name, record))
-    return save(records | sums, {"clips": json.dumps(sealed(header))})
+    return save(records, {"clips": json.dumps(header)})
 
 
 def latents_name(key: Key) -> str:
@@ -268,26 +253,11 @@ def in_fewest_bits(x: Tensor) -> Tensor:
     return x.cpu().contiguous()
 
 
-def checksums(name: str, record: Tensor, first: int = 0) -> list[int]:
-    """CRC-32 of each frame of latents, or of another record as a whole.
-
-    Args:
-        first: the number of the record's first frame, where it is a part of the latents.
-    """
-    parts = record.unbind(1) if name.startswith("latents/") else [record]
-    sums = []
-    for number, part in enumerate(parts, first):
-        # Of name, dtype and shape as well, so that exchanged records are noticed.
-        start = zlib.crc32(f"{name} {number} {part.dtype} {tuple(part.shape)}".encode())
-        sums.append(zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start))
-    return sums
-
-
 def read_record(path: Path, name: str, frames: slice | None = None) -> Tensor:
     """A record of a shard, or some frames of latents.
 
     Raises:
-        DamagedRecordError: if the shard cannot be read, or has another record than was written.
+        DamagedRecordError: if the shard cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -295,14 +265,9 @@ def read_record(path: Path, name: str, frames: slice | None = None) -> Tensor:
         with safe_open(path, "pt") as file:
             record: Tensor
             record = file.get_tensor(name) if frames is None else file.get_slice(name)[:, frames]
-            written = file.get_tensor(f"{CHECKSUM}/{name}").tolist()
+            return record
     except (SafetensorError, OSError, LookupError, TypeError) as error:
         raise damaged_record(path, name, str(error)) from None
-
-    first, stop = (0, None) if frames is None else (frames.start, frames.stop)
-    if checksums(name, record, first) != written[first:stop]:
-        raise damaged_record(path, name, "its checksum differs")
-    return record
 
 
 def damaged_record(path: Path, name: str, reason: str) -> DamagedRecordError:
@@ -312,23 +277,6 @@ def damaged_record(path: Path, name: str, reason: str) -> DamagedRecordError:
         "written; remove this file and run opensora-sp precompute again, which encodes its clips "
         "anew"
     )
-
-
-def _of_another_shape(shard: Path, name: str, record: Tensor) -> DamagedRecordError:
-    return damaged_record(shard, name, f"its shape is {tuple(record.shape)}")
-
-
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """JSON content with a checksum of itself."""
-    text = json.dumps(content, sort_keys=True)
-    return {**content, CHECKSUM: zlib.crc32(text.encode())}
-
-
-def check_seal(content: dict[str, Any]) -> None:
-    """Raise ValueError unless the content is the one that its checksum was made of."""
-    unsealed = {key: content[key] for key in content if key != CHECKSUM}
-    if sealed(unsealed) != content:
-        raise ValueError("its checksum differs")
 
 
 def read_index(folder: Path) -> Index:
@@ -345,19 +293,15 @@ def read_index(folder: Path) -> Index:
         )
     check_files(folder, [INDEX, MANIFEST])
     try:
-        content = read_json(folder / INDEX)
-        check_seal(content)
-        index = Index.model_validate(content)
+        index = Index.model_validate(read_json(folder / INDEX))
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise damaged_index(folder, f"damaged, or of another format: {reason}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise damaged_index(folder, str(error)) from None
 
     check_files(folder, index.shards)
-    if index.manifest_sha256 != file_digest(folder / MANIFEST):
-        raise damaged_index(folder, f"of another {MANIFEST}")
     return index
 
 
@@ -389,12 +333,6 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
             f"is {absent[0]!r}); expected all of them; copy the rest, or run opensora-sp "
             "precompute again, which encodes their clips anew"
         )
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, of which a part is in memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def shape_name(shape: Iterable[int]) -> str:

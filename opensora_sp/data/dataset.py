@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +19,8 @@ from torch.utils.data import Dataset
 
 from opensora_sp.common.files import open_regular
 
-from .captions import Captions
-from .limits import DEFAULT_LIMITS, Limits
-from .manifest import Entry, Manifest
+from .limits import DEFAULT_LIMITS, Budget, Limits
+from .manifest import Manifest
 from .randomness import generator
 from .transforms import resize_and_crop
 from .video import UNREADABLE, count_frames, read_video
@@ -134,7 +134,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         seed: of random crops and starts.
         limits: largest frames, clips and files; larger ones count as corrupt.
         extra: further arrays of a clip, whose files columns of the manifest name.
-        captions: how the manifest's captions are changed.
+        remove_caption_prefix: remove beginnings of captions, see ``caption_prefix``.
 
     Raises:
         ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.
@@ -154,7 +154,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         seed: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         extra: ExtraFiles | None = None,
-        captions: Captions | None = None,
+        remove_caption_prefix: bool = False,
     ) -> None:
         if cache and (transform, clip_start) != ("resize_center_crop", "middle"):
             raise ValueError(
@@ -162,7 +162,8 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
                 "expected nothing random to be kept; drop dataset.cache, or take "
                 "'resize_center_crop' and 'middle'"
             )
-        self.rows = Manifest(manifest, () if extra is None else extra.names, captions)
+        files = () if extra is None else extra.names
+        self.rows = Manifest(manifest, files, remove_prefix=remove_caption_prefix)
         self.extra = extra
         self.shape = None
         if num_frames is not None and image_size is not None:
@@ -195,45 +196,40 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         return clip
 
     def _read(self, sample: Sample) -> Clip | CorruptSample:
-        entry, shape = self.rows[sample.clip], sample.shape
-        first, stop = sample.frames or (0, shape.num_frames)
-        extra: Mapping[str, Tensor] = {}
+        entry, budget = self.rows[sample.clip], Budget.of(self.time_limit, self.limits)
         # Always three numbers, so that one option does not change the draws of another.
         start_at, top, left = generator(self.seed, "crop", sample.epoch, sample.clip).random(3)
-
         try:
-            start = self._start(entry, shape.num_frames, start_at)
-            frames, fps = read_video(
-                entry.path,
-                num_frames=stop - first,
-                interval=self.frame_interval,
-                start=start + first * self.frame_interval,
-                clip_frames=shape.num_frames,
-                time_limit=self.time_limit,
-                limits=self.limits,
-            )
-            # The rank with the first frame has them for the group.
-            if self.extra is not None and first == 0:
-                extra = self.extra.read(
-                    self.rows.files_of(sample.clip),
-                    shape,
-                    start=start,
-                    interval=self.frame_interval,
-                )
+            frames, fps, extra = budget.run(partial(self._read_files, sample, budget, start_at))
         except UNREADABLE as error:
             return CorruptSample(str(entry.path), f"{type(error).__name__}: {error}")
-
         crop = (top, left) if self.transform == "resize_random_crop" else None
-        video = resize_and_crop(frames, (shape.height, shape.width), crop)
+        video = resize_and_crop(frames, (sample.shape.height, sample.shape.width), crop)
         return Clip(video, entry.text, fps, extra, key=(sample.epoch, sample.clip))
 
-    def _start(self, entry: Entry, num_frames: int, share: float) -> int:
-        """The first frame to read: of the middle, or at this share of the possible starts."""
-        available = entry.num_frames or count_frames(
-            entry.path, time_limit=self.time_limit, limits=self.limits
+    def _read_files(
+        self, sample: Sample, budget: Budget, start_at: float
+    ) -> tuple[np.ndarray, float, Mapping[str, Tensor]]:
+        entry, shape = self.rows[sample.clip], sample.shape
+        first, stop = sample.frames or (0, shape.num_frames)
+        available = entry.num_frames or count_frames(entry.path, budget)
+        room = max(0, available - ((shape.num_frames - 1) * self.frame_interval + 1))
+        is_middle = self.clip_start == "middle"
+        start = room // 2 if is_middle else min(room, int(start_at * (room + 1)))
+        frames, fps = read_video(
+            entry.path,
+            budget,
+            num_frames=stop - first,
+            interval=self.frame_interval,
+            start=start + first * self.frame_interval,
+            clip_frames=shape.num_frames,
         )
-        room = max(0, available - ((num_frames - 1) * self.frame_interval + 1))
-        return room // 2 if self.clip_start == "middle" else min(room, int(share * (room + 1)))
+
+        # The rank with the first frame has them for the group.
+        if self.extra is None or first != 0:
+            return frames, fps, {}
+        files = self.rows.files_of(sample.clip)
+        return frames, fps, self.extra.read(files, shape, start=start, interval=self.frame_interval)
 
 
 def _read_array(path: Path, name: str, shape: tuple[int, ...], frames: slice | None) -> Tensor:

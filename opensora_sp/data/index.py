@@ -12,7 +12,7 @@ from pathlib import Path
 from opensora_sp.common.files import read_small_file
 
 from .dataset import CorruptSample
-from .limits import DEFAULT_LIMITS, Limits
+from .limits import DEFAULT_LIMITS, Budget, Limits
 from .manifest import Entry, Manifest
 from .video import IMAGE_SUFFIXES, UNREADABLE, VIDEO_SUFFIXES, probe
 
@@ -39,12 +39,6 @@ def find_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: if the folder does not exist or holds none.
     """
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(
-            f"got folder {str(folder)!r}, which {problem}; expected a folder of videos or images; "
-            "check the path"
-        )
     known = {*VIDEO_SUFFIXES, *IMAGE_SUFFIXES}
     files: list[Path] = []
     visited: set[str] = set()
@@ -61,8 +55,9 @@ def find_files(folder: Path) -> list[Path]:
             if Path(name).suffix.lower() in known and not name.startswith("."):
                 files.append(Path(root, name))
     if not files:
+        problem = "has no videos and images" if folder.is_dir() else "is no folder"
         raise ValueError(
-            f"got folder {str(folder)!r} without videos and images; expected files named "
+            f"got folder {str(folder)!r}, which {problem}; expected files named "
             f"{', '.join(sorted(known))}; check the path"
         )
     return sorted(files)
@@ -159,7 +154,8 @@ def _probe(path: Path, limits: Limits) -> Entry | CorruptSample:
         reason = "its name is not UTF-8, in which a manifest is written; rename it"
         return CorruptSample(shown, reason)
     try:
-        probed = probe(path, time_limit=limits.seconds, limits=limits)
+        budget = Budget.of(limits.seconds, limits)
+        probed = budget.run(partial(probe, path, budget))
     except UNREADABLE as error:
         return CorruptSample(str(path), f"{type(error).__name__}: {error}")
 

@@ -121,6 +121,7 @@ class Budget:
         raise TimeoutError(f"opening and decoding took longer than {self.time_limit:g} s")
 
 
+DEFAULT_BUDGET = Budget.of(None, DEFAULT_LIMITS)
 # Threads that read live on: glibc keeps an arena of memory for each new one, which fills up over
 # thousands of clips.
 _idle_threads: list[SimpleQueue[Any]] = []

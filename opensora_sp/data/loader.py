@@ -5,7 +5,7 @@ random numbers, and all come back together. So the training loop never works out
 micro-batch the items belong to.
 
 On a GPU, batches are pinned by a thread of the ``DataLoader`` and copied one ahead
-(``transfer.copied_ahead``). In memory at a time are, at most, two batches for each worker on the
+(``copied_ahead``). In memory at a time are, at most, two batches for each worker on the
 host (``prefetch_factor``), and three on the device.
 """
 
@@ -129,7 +129,7 @@ class RequestLoader:
         time_limit: float = 60.0,
     ) -> None:
         self.dataset, self.num_workers, self.device = dataset, num_workers, device
-        # Frames of a clip may be counted before some are decoded.
+        # A file that is too slow is substituted first.
         self.patience = 2 * time_limit + GRACE_SECONDS
         self._poll_seconds = min(POLL_SECONDS, self.patience)
         self._progress = RawArray("d", 2 * num_workers)

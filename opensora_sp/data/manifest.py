@@ -18,7 +18,7 @@ import numpy as np
 
 from opensora_sp.common.files import atomic_write, open_regular, parse_json
 
-from .captions import CAMERA, CAMERA_MOTIONS, SCORES, Captions, camera_motion
+from .caption_prefix import without_prefix
 
 
 class Entry(NamedTuple):
@@ -36,15 +36,12 @@ class Entry(NamedTuple):
 REQUIRED = ("path", "text")
 NUMBERS = ("num_frames", "height", "width", "fps", "aspect_ratio")
 WHOLE = ("num_frames", "height", "width")
-KNOWN = {*Entry._fields, *SCORES, CAMERA}
 # Both are bounds of what a small file may fill memory with.
 MAX_LINE, MAX_COLUMNS = 1 << 20, 1000
 # Of a Parquet file. Ten numbered paths take a byte where differences are stored and compressed.
 MAX_CLIPS_PER_BYTE = 50
 # Bytes that the cells of a Parquet file may have, and for each of its own bytes.
 MIN_CONTENT, CONTENT_PER_BYTE = 64 << 20, 1000
-# Cells that are joined before they are hashed: all of them would fill gigabytes.
-CELLS_PER_CHUNK = 1 << 16
 
 
 class Manifest(Sequence[Entry]):
@@ -55,7 +52,7 @@ class Manifest(Sequence[Entry]):
     Args:
         path: ``.csv`` with a header line, ``.jsonl`` with an object a line, or ``.parquet``.
         files: further columns, which have the path of a file in every line.
-        captions: how captions are changed, for which further columns may be read.
+        remove_prefix: remove beginnings of captions, see ``caption_prefix``.
 
     Raises:
         ValueError: if the file is missing, has another suffix, lacks a column or a path, is empty,
@@ -63,47 +60,20 @@ class Manifest(Sequence[Entry]):
     """
 
     def __init__(
-        self, path: str | Path, files: Sequence[str] = (), captions: Captions | None = None
+        self, path: str | Path, files: Sequence[str] = (), *, remove_prefix: bool = False
     ) -> None:
         self.file = Path(path)
-        scores = () if captions is None else captions.columns
-        columns = _read_columns(self.file, (*Entry._fields, *files, *scores))
+        columns = _read_columns(self.file, (*Entry._fields, *files))
         _check_columns(self.file, columns, files)
         self.paths = list(map(str, columns["path"]))
         self.files = {name: list(map(str, columns[name])) for name in files}
         self.texts = [str(cell or "") for cell in columns["text"]]
+        if remove_prefix:
+            self.texts = [without_prefix(text) for text in self.texts]
         self.numbers = {}
         for name in NUMBERS:
             if name in columns:
                 self.numbers[name] = _as_numbers(self.file, name, columns[name], len(self.paths))
-        if captions is not None:
-            self.texts = self._changed(captions, columns)
-
-    def _changed(self, captions: Captions, columns: dict[str, list[Any]]) -> list[str]:
-        """The captions, with the scores in other columns."""
-        present = [name for name in captions.columns if name in columns]
-        if captions.columns and not present:
-            raise _refused(
-                self.file,
-                f" with the columns {list(columns)} for dataset.caption_scores",
-                f"at least one of {', '.join(captions.columns)}; add one to this file, with empty "
-                "cells where it is not known",
-            )
-
-        scores, unknown = {}, [None] * len(self)
-        for name in SCORES:
-            values = columns.get(name, unknown)
-            scores[name] = _as_numbers(self.file, name, values, len(self))
-        motions = []
-        for line, cell in enumerate(columns.get(CAMERA, unknown)):
-            motion = camera_motion(cell)
-            if motion is None:
-                raise ValueError(
-                    f"got cmotion {cell!r} for clip {line + 1} of {str(self.file)!r}; expected "
-                    f"one of {list(CAMERA_MOTIONS)}, 'dynamic', 'unknown' or nothing; correct it"
-                )
-            motions.append(motion)
-        return captions.change(self.texts, scores, motions)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -152,9 +122,9 @@ class Manifest(Sequence[Entry]):
 def _bytes_of(texts: Sequence[str]) -> Iterator[bytes]:
     """The texts and their lengths, so that none can hold what separates it from the next."""
     yield np.fromiter(map(len, texts), np.int64, len(texts)).tobytes()
-    for first in range(0, len(texts), CELLS_PER_CHUNK):
+    for text in texts:
         # JSON can hold characters that UTF-8 cannot.
-        yield "".join(texts[first : first + CELLS_PER_CHUNK]).encode("utf-8", "surrogatepass")
+        yield text.encode("utf-8", "surrogatepass")
 
 
 def write_manifest(path: str | Path, entries: Iterable[Entry]) -> None:
@@ -270,7 +240,8 @@ def _lines(path: Path, file: IO[str]) -> Iterator[str]:
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    repeated = [name for name, times in Counter(names).items() if times > 1 and name in KNOWN]
+    known = Counter(name for name in names if name in Entry._fields)
+    repeated = [name for name, times in known.items() if times > 1]
     if repeated:
         raise _refused(
             path,

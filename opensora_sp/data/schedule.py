@@ -56,12 +56,11 @@ def schedule(
     Raises:
         ValueError: if no group may compute a micro-batch.
     """
-    tree = _tree(family)
-    table = _table(micro_batches, tree, seconds)
-    groups = _shortest(tree, table)
+    nested = _nested(family)
+    groups = _shortest(nested, _table(micro_batches, nested, seconds))
 
     assigned = [
-        Assigned(micro_batch, tree.groups[index])
+        Assigned(micro_batch, nested.groups[index])
         for micro_batch, index in zip(micro_batches, groups, strict=True)
     ]
     return sorted(assigned, key=lambda pair: (-pair.group.size, pair.group.start))
@@ -106,14 +105,13 @@ class ScheduledBatches(RankBatches):
         return [assigned for assigned in self.assigned(step) if self.rank in assigned.group]
 
 
-class _Tree:
-    """A family, each group followed by those inside it.
+class _Nested:
+    """The groups of a family, by their first rank, large before small.
 
     Attributes:
         sizes: of groups, ascending.
         size: int64 ``[G]``, the size of each group, as an index of ``sizes``.
-        stop: for each group, the index after the last group inside it.
-        parent: the smallest group around each; -1 where there is none.
+        contains: bool ``[G, G]``, True where a group, by its row, is or contains another one.
     """
 
     def __init__(self, family: tuple[RankGroup, ...]) -> None:
@@ -121,51 +119,46 @@ class _Tree:
         self.world_size = max(group.stop for group in family)
         self.sizes = group_sizes(family)
         self.size = np.array([self.sizes.index(group.size) for group in self.groups])
-
-        self.stop = [len(self.groups)] * len(self.groups)
-        self.parent: list[int] = []
-        around: list[int] = []
-        for index, group in enumerate(self.groups):
-            while around and not group.is_inside(self.groups[around[-1]]):
-                self.stop[around.pop()] = index
-            self.parent.append(around[-1] if around else -1)
-            around.append(index)
+        self.contains = np.empty((len(family), len(family)), dtype=bool)
+        for index, around in enumerate(self.groups):
+            self.contains[index] = [group.is_inside(around) for group in self.groups]
 
 
-_tree = lru_cache(maxsize=4)(_Tree)
+_nested = lru_cache(maxsize=4)(_Nested)
 
 
-def _table(micro_batches: Sequence[MicroBatch], tree: _Tree, seconds: Seconds) -> np.ndarray:
+def _table(micro_batches: Sequence[MicroBatch], nested: _Nested, seconds: Seconds) -> np.ndarray:
     """Seconds of each micro-batch in groups of each size, float64 ``[M, sizes]``."""
     # Groups of a size take equally long.
-    first_of_size = [tree.groups[int(np.argmax(tree.size == n))] for n in range(len(tree.sizes))]
-    table = np.empty((len(micro_batches), len(tree.sizes)))
+    one_of_size = dict(zip(nested.size.tolist(), nested.groups, strict=True))
+    groups = [one_of_size[n] for n in range(len(nested.sizes))]
+    table = np.empty((len(micro_batches), len(nested.sizes)))
     for row, micro_batch in enumerate(micro_batches):
-        table[row] = [seconds(micro_batch, group) for group in first_of_size]
+        table[row] = [seconds(micro_batch, group) for group in groups]
         if np.isinf(table[row]).all():
             kind = f"the bucket {micro_batch.bucket}" if micro_batch.bucket else micro_batch.shape
             raise ValueError(
                 f"got a micro-batch of {len(micro_batch.ids)} clips of {kind} that no group of up "
-                f"to {tree.sizes[-1]} ranks can compute; "
+                f"to {nested.sizes[-1]} ranks can compute; "
                 "expected one with enough memory, of a degree that sp_size allows; lower the "
                 "bucket's batch size, raise grad_checkpoint, or start more processes"
             )
     return table
 
 
-def _shortest(tree: _Tree, table: np.ndarray) -> list[int]:
+def _shortest(nested: _Nested, table: np.ndarray) -> list[int]:
     """The group of each micro-batch, in the shortest step that is found."""
     # No step is shorter than its work divided by the ranks, or than its longest micro-batch.
-    work = (table * tree.sizes).min(axis=1).sum() / tree.world_size
+    work = (table * nested.sizes).min(axis=1).sum() / nested.world_size
     least = max(work, table.min(axis=1).max(initial=0.0))
     one_by_one = np.where(np.isinf(table), 0.0, table).max(axis=1).sum() * (1 + PRECISION)
 
     best: _Placed | None = None
-    for sizes in _choices(len(tree.sizes)):
+    for sizes in _choices(len(nested.sizes)):
         if best is not None and best.end < least * CLOSE:
             break
         limit = one_by_one if best is None else best.end
-        best = _earliest(tree, table, sizes, least, limit) or best
+        best = _earliest(nested, table, sizes, least, limit) or best
     assert best is not None
     return best.groups
 
@@ -178,14 +171,14 @@ def _choices(num_sizes: int) -> Iterator[range]:
 
 
 class _Placed(NamedTuple):
-    """The group of each micro-batch, as an index of ``_Tree.groups``, and when all have ended."""
+    """The group of each micro-batch, as an index of ``_Nested.groups``, and when all have ended."""
 
     groups: list[int]
     end: float
 
 
 def _earliest(
-    tree: _Tree, table: np.ndarray, sizes: range, least: float, limit: float
+    nested: _Nested, table: np.ndarray, sizes: range, least: float, limit: float
 ) -> _Placed | None:
     """Bisect between ``least`` and ``limit`` for the earliest end; None where all is later."""
     # The longest first, in the smallest groups; before these what does not fit them.
@@ -193,7 +186,7 @@ def _earliest(
     best, too_early, end = None, least, limit
     # Placing is not monotonic in the end, so the best one so far is kept.
     while end > too_early:
-        placed = _place(tree, table, order, sizes, end)
+        placed = _place(nested, table, order, sizes, end)
         if placed is None:
             too_early = end
         else:
@@ -205,7 +198,7 @@ def _earliest(
 
 
 def _place(
-    tree: _Tree, table: np.ndarray, order: list[int], sizes: range, end: float
+    nested: _Nested, table: np.ndarray, order: list[int], sizes: range, end: float
 ) -> _Placed | None:
     """Place micro-batches so that all have ended by ``end``; None where one finds no group.
 
@@ -215,12 +208,12 @@ def _place(
         sizes: of the groups that may be used.
     """
     # Smaller groups come first, whenever they are free.
-    preferred = np.where(np.isin(tree.size, sizes), tree.size * 2 * end, np.inf)
+    preferred = np.where(np.isin(nested.size, sizes), nested.size * 2 * end, np.inf)
     # When the last rank of each group is free.
-    free = np.zeros(len(tree.groups))
+    free = np.zeros(len(nested.groups))
     groups = [0] * len(order)
     for row in order:
-        taken = table[row, tree.size]
+        taken = table[row, nested.size]
         key = np.where(free + taken <= end, preferred + free, np.inf)
         index = int(key.argmin())
         if np.isinf(key[index]):
@@ -228,9 +221,7 @@ def _place(
 
         groups[row] = index
         # Groups inside this one wait for it, and groups around it for its last rank.
-        free[index : tree.stop[index]] += taken[index]
-        latest, around = free[index], tree.parent[index]
-        while around >= 0 and free[around] < latest:
-            free[around] = latest
-            around = tree.parent[around]
+        free[nested.contains[index]] += taken[index]
+        around = nested.contains[:, index]
+        free[around] = np.maximum(free[around], free[index])
     return _Placed(groups, float(free.max()))

@@ -146,7 +146,9 @@ def _resampled(x: Tensor, ratios: list[int], mode: str) -> Tensor:
     return back
 
 
-def check_degradation(prob: Mapping[str, float] | None, strength: Mapping[str, Any] | None) -> None:
+def check_degradation(
+    prob: Mapping[str, float] | None, strength: Mapping[str, list[int] | float] | None
+) -> None:
     """Raise ValueError unless probabilities and strengths are of known kinds and in range."""
     if not prob:
         raise ValueError(
@@ -154,28 +156,21 @@ def check_degradation(prob: Mapping[str, float] | None, strength: Mapping[str, A
             f"one of {list(KINDS)}; set noise_prob and noise_strength, or remove noise_augmentation"
         )
     for kind, probability in prob.items():
-        if kind not in KINDS or not _is_share(probability):
+        if kind not in KINDS or not 0 <= probability <= 1:
             raise ValueError(
                 f"got noise_prob[{kind!r}] = {probability!r}; expected a probability from 0 to 1 "
                 f"of one of {list(KINDS)}; correct it"
             )
         bound = (strength or {}).get(kind)
         if kind in DOWNSAMPLING:
-            fits = isinstance(bound, (list, tuple)) and bool(bound) and all(map(_is_ratio, bound))
+            fits = isinstance(bound, list) and bool(bound) and set(bound) <= set(RATIOS)
             expected = f"a list of ratios, some of {list(RATIOS)}"
         else:
-            fits, expected = _is_share(bound), "the largest share of noise, from 0 to 1"
+            fits = isinstance(bound, int | float) and 0 <= bound <= 1
+            expected = "the largest share of noise, from 0 to 1"
 
         if not fits:
             raise ValueError(
                 f"got noise_strength[{kind!r}] = {bound!r}; expected {expected}; correct it, or "
                 f"remove {kind} from noise_prob"
             )
-
-
-def _is_share(number: Any) -> bool:
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= 1
-
-
-def _is_ratio(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number in RATIOS

@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
@@ -25,7 +26,7 @@ from opensora_sp.common.tensors import to_device
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
 from .guidance import Guidance
 from .loss import Positions
-from .process import Geometry, Noised, OnStep, Prediction, by_frame
+from .process import Geometry, Noised, OnStep, Positive, Prediction, Share, by_frame
 
 BITS = 1 / math.log(2)  # per nat
 
@@ -66,27 +67,26 @@ class IDDPM:
             "float64" gives the numbers of 1.0.
 
     Raises:
-        ValueError: for unknown values, or values that do not fit together.
+        ValueError: for an unknown schedule, or values that do not fit together. Configs check the
+            others by their types.
     """
 
-    num_sampling_steps: int = 0
+    num_sampling_steps: Annotated[int, Field(ge=0)] = 0
     timestep_respacing: str | None = None
     noise_schedule: str = "linear"
-    diffusion_steps: int = 1000
+    diffusion_steps: Positive = 1000
     learn_sigma: bool = True
     sigma_small: bool = False
     predict_xstart: bool = False
     use_kl: bool = False
     cfg_scale: float = 4.0
-    cfg_channel: int | None = None
+    cfg_channel: Positive | None = None
     sampler: Literal["ancestral", "ddim"] = "ancestral"
-    ddim_eta: float = 0.0
+    ddim_eta: Share = 0.0
     clip_denoised: bool = False
     table_dtype: Literal["float64", "float32"] = "float64"
 
     def __post_init__(self) -> None:
-        self._check_values()
-
         requested, count = self.num_sampling_steps, len(self.timestep_map)
         if self.timestep_respacing and requested not in (0, count):
             raise ValueError(
@@ -97,25 +97,6 @@ class IDDPM:
         object.__setattr__(self, "num_sampling_steps", count)
 
         self.steps  # noqa: B018  # raises for an unknown schedule
-
-    def _check_values(self) -> None:
-        if self.num_sampling_steps < 0 or self.diffusion_steps < 1:
-            raise ValueError(
-                f"got num_sampling_steps {self.num_sampling_steps} and diffusion_steps "
-                f"{self.diffusion_steps}; expected none negative, and at least one diffusion step; "
-                "change them"
-            )
-
-        if not 0 <= self.ddim_eta <= 1:
-            raise ValueError(
-                f"got ddim_eta {self.ddim_eta}; expected 0 (no noise) to 1 (as much as ancestral "
-                "with sigma_small); change it"
-            )
-
-        if self.cfg_channel is not None and self.cfg_channel < 1:
-            raise ValueError(
-                f"got cfg_channel {self.cfg_channel}; expected at least 1, or None; change it"
-            )
 
     @cached_property
     def timestep_map(self) -> Tensor:

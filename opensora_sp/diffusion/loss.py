@@ -62,8 +62,8 @@ class Positions:
                 do not count. A shard has its own.
         """
         num_samples, channels, *size = tensors[0].shape
-        if not isinstance(prediction, Tensor) and prediction.layout.grid.mask is not None:
-            video_mask = prediction.layout.grid.mask.positions
+        if not isinstance(prediction, Tensor) and prediction.rows.grid.mask is not None:
+            video_mask = prediction.rows.grid.mask.positions
 
         mask = _combined(x_mask, video_mask)
         # Masks may lie on the CPU, as the model's do.
@@ -114,15 +114,15 @@ def _of_output(
 def _of_shard(
     shard: Any, tensors: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
 ) -> Positions:
-    layout, volume = shard.layout, shard.layout.grid.patch_volume
+    rows, volume = shard.rows, shard.rows.grid.patch_volume
     predicted = shard.tensor.unflatten(-1, (volume, -1))  # [R, L, V, C_out]
 
     # [R, L, V, c]; with no rows, -1 could not be inferred.
-    local = [layout.slice(z).unflatten(-1, (volume, z.shape[1])) for z in tensors]
+    local = [rows.slice(z).unflatten(-1, (volume, z.shape[1])) for z in tensors]
 
     # [R, L, V], False in padding.
-    counted = layout.inside(count.device) if mask is None else layout.slice(mask)
-    return Positions(predicted, local, layout.samples(count.device), counted, count)
+    counted = rows.inside(count.device) if mask is None else rows.slice(mask)
+    return Positions(predicted, local, rows.samples(count.device), counted, count)
 
 
 def velocity_loss(

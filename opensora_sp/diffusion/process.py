@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from opensora_sp.models.conditions import sample_numbers
 
+# Types of options, by which configs check them.
+Positive = Annotated[int, Field(ge=1)]
+Factor = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Prediction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``predict(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> ``[B, C_out, F, h, w]``."""
 OnStep = Callable[[int, Tensor, Tensor], Tensor | None]

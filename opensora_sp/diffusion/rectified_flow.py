@@ -20,7 +20,17 @@ from torch import Tensor
 from .conditioning_frames import check_drop_condition
 from .guidance import ConditioningFrames, Guidance
 from .loss import frame_weights, velocity_loss
-from .process import Geometry, Noised, OnStep, Prediction, by_frame, per_sample
+from .process import (
+    Factor,
+    Geometry,
+    Noised,
+    OnStep,
+    Positive,
+    Prediction,
+    Share,
+    by_frame,
+    per_sample,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +56,19 @@ class RectifiedFlow:
     (``conditioning_frames.py``).
 
     Raises:
-        ValueError: for numbers of steps below 1, a scale that is not positive, an
-            ``x_cond_weight`` outside of 0 to 1, or unknown names in ``drop_condition``.
+        ValueError: for unknown names in ``drop_condition``. Configs check the others by type.
     """
 
-    num_timesteps: int = 1000
-    num_sampling_steps: int = 30
+    num_timesteps: Positive = 1000
+    num_sampling_steps: Positive = 30
     cfg_scale: float = 7.0
     use_discrete_timesteps: bool = False
     use_timestep_transform: bool = False
-    transform_scale: float = 1.0
+    transform_scale: Factor = 1.0
     legacy_frame_count: bool | Literal["v1.3"] = False
     sample_method: Literal["uniform", "logit-normal"] = "uniform"
     loc: float = 0.0
-    scale: float = 1.0
+    scale: Factor = 1.0
     image_cfg_scale: float | None = None
     use_oscillation_guidance: bool = False
     use_oscillation_guidance_for_text: bool | None = None
@@ -69,20 +78,10 @@ class RectifiedFlow:
     initial_image_scale: float = 1.0
     use_flaw_fix: bool = False
     use_sdedit: bool = False
-    x_cond_weight: float = 1.0
+    x_cond_weight: Share = 1.0
     drop_condition: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_timesteps", "num_sampling_steps", "transform_scale", "scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"got {name} {getattr(self, name)}; expected a positive number; change it"
-                )
-        if not 0 <= self.x_cond_weight <= 1:
-            raise ValueError(
-                f"got scheduler.x_cond_weight {self.x_cond_weight}; expected 0 to 1, so that the "
-                "weights of the other frames are positive; change it"
-            )
         check_drop_condition(self.drop_condition)
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:

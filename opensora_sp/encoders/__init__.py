@@ -46,15 +46,17 @@ def planned_latent_size(
 
 def planned_decoded_frames(vae: dict[str, Any], num_frames: int) -> int:
     """Frames that come back of a clip that a config's ``vae`` encodes; no weights are loaded."""
-    encoder, options = _class_and_options(vae)
-    planned = getattr(encoder, "planned_decoded_frames", None)
-    return num_frames if planned is None else planned(num_frames, **options)
+    return _planned_frames("planned_decoded_frames", vae, num_frames)
 
 
 def planned_whole_frames(vae: dict[str, Any], num_frames: int) -> int:
     """The most of a reference's frames that a config's ``vae`` encodes in whole chunks."""
+    return _planned_frames("planned_whole_frames", vae, num_frames)
+
+
+def _planned_frames(method: str, vae: dict[str, Any], num_frames: int) -> int:
     encoder, options = _class_and_options(vae)
-    planned = getattr(encoder, "planned_whole_frames", None)
+    planned = getattr(encoder, method, None)
     return num_frames if planned is None else planned(num_frames, **options)
 
 

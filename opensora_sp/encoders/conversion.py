@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import split_state_dict_into_shards_factory
-
-from opensora_sp.checkpoint import (
-    FileSystem,
-    Spec,
-    Stored,
-    TensorFile,
-    new_folder,
-    open_weights,
-    saved_config,
-)
-from opensora_sp.checkpoint.hub import HubName, fetch
-from opensora_sp.checkpoint.pretrained import shard_size_error
-from opensora_sp.checkpoint.tensor_file import file_order
-
-from .loading import HUB_FILES
+from opensora_sp.checkpoint import new_folder, open_weights, saved_config
+from opensora_sp.checkpoint.pretrained import write_shards
 
 # Beginnings of the classes that config.json names, of diffusers, transformers and Open-Sora.
 ENCODERS = ("AutoencoderKL", "VideoAutoencoder", "T5", "MT5", "UMT5")
-
-
-def fetched(source: str, *, allow_pickle: bool = False) -> Path:
-    """A path on this machine: ``source`` itself, or what the hub has by this name.
-
-    Args:
-        allow_pickle: also fetch pickled weights, where there are no others.
-
-    Raises:
-        ValueError: if it is a name on the hub that cannot be downloaded.
-    """
-    name = None if Path(source).exists() else HubName.of_missing(source)
-    return Path(source) if name is None else fetch(name, allow_pickle=allow_pickle, more=HUB_FILES)
 
 
 def is_encoder(source: Path) -> bool:
@@ -75,41 +46,12 @@ def convert_encoder(
         # As diffusers' and transformers' save_pretrained name them.
         is_of_diffusers = "_class_name" in weights.config
         stem = "diffusion_pytorch_model" if is_of_diffusers else "model"
-        _write_tensors(weights.tensors, folder, stem, max_shard_size)
+        # Mapped, so that few of them are in memory.
+        tensors = {name: stored.read() for name, stored in weights.tensors.items()}
+        write_shards(tensors, folder, max_shard_size, stem=stem)
 
         for file in sorted(source.iterdir()):
             is_index = ".index." in file.name
             if file.suffix in (".json", ".model") and file.is_file() and not is_index:
                 shutil.copyfile(file, folder / file.name)
     return len(weights.tensors)
-
-
-def _write_tensors(
-    tensors: dict[str, Stored], folder: Path, stem: str, max_shard_size: int | str
-) -> None:
-    """Write ``<stem>.safetensors``, or shards and their index, one tensor in memory at a time."""
-    specs = {name: Spec.of(stored.read()) for name, stored in tensors.items()}
-    try:
-        split = split_state_dict_into_shards_factory(
-            specs,
-            get_storage_size=lambda spec: spec.num_bytes,
-            filename_pattern=f"{stem}{{suffix}}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise shard_size_error(max_shard_size, error) from None
-
-    filesystem = FileSystem()
-    for name, names in split.filename_to_tensors.items():
-        file = TensorFile(filesystem, folder / name, {name: specs[name] for name in names})
-        for tensor in file_order(file.specs):
-            file.append(tensor, [tensors[tensor].read()])
-        file.close()
-
-    if split.is_sharded:
-        index: dict[str, Any] = {
-            "metadata": split.metadata,
-            "weight_map": split.tensor_to_filename,
-        }
-        path = folder / f"{stem}.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=1) + "\n")

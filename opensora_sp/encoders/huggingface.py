@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from opensora_sp.common.tensors import DTYPES
 
 from .interface import check_latent_frames
-from .loading import Dtype, FrozenEncoder, load_tensors, saved_config
+from .loading import Dtype, FrozenEncoder, Positive, load_tensors, saved_config
 
 logger = logging.getLogger(__name__)
 SD_FACTOR = 8  # pixels per latent position in the autoencoders of Stable Diffusion
@@ -45,11 +45,6 @@ class FrameAutoencoder(nn.Module):
 
     def __init__(self, module: Any, *, scaling_factor: float, micro_batch_size: int | None) -> None:
         super().__init__()
-        if micro_batch_size is not None and micro_batch_size < 1:
-            raise ValueError(
-                f"got micro_batch_size {micro_batch_size}; expected >= 1; change "
-                "vae.micro_batch_size"
-            )
         self.module = module
         self.scaling_factor = scaling_factor
         self.micro_batch_size = micro_batch_size
@@ -101,7 +96,7 @@ class ImageVAE(FrozenEncoder):
         self,
         from_pretrained: str,
         subfolder: str | None = None,
-        micro_batch_size: int | None = 8,
+        micro_batch_size: Positive | None = 8,
         dtype: Dtype = "fp32",
         scaling_factor: float | None = None,
         round_down: bool = True,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from opensora_sp.checkpoint import hub, open_weights
@@ -17,22 +18,11 @@ from opensora_sp.checkpoint import saved_config as read_config
 from opensora_sp.checkpoint.hub import HubName
 from opensora_sp.checkpoint.reader import PickledWeightsError, convert_command
 
-# Files to download of a repository, as patterns of fnmatch.
-HUB_FILES = (
-    "config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model-*.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
-    "spiece.model",
-    "tokenizer.json",
-)
-# Of what ``open_weights`` reads, or explains why it does not.
-WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt")
-MAX_LISTED = 8  # files that a message lists
+# Files next to the weights that a text encoder reads.
+TOKENIZER_FILES = ("spiece.model", "tokenizer.json")
 HASHED_SUFFIXES = (".bin", ".json", ".model", ".safetensors")
+# Types of options, by which configs check them.
+Positive = Annotated[int, Field(ge=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Offload = bool | Literal["layers"]
 
@@ -170,17 +160,16 @@ class PretrainedFiles:
     """
 
     def __init__(self, source: str, key: str, subfolder: str | None = None) -> None:
-        self.source, self.key, self.subfolder = source, key, subfolder or ""
-        self.is_local = Path(source).is_dir()
-        if not self.is_local and source.startswith((".", "~", "/")):
-            raise self._error(f"which is not on disk ({hub.describe_missing(source)})")
-        name = None if self.is_local else HubName.parse(source)
-        if name is not None and name.path:
-            self.source = source = str(replace(name, path=""))
-            self.subfolder = str(Path(name.path, self.subfolder))
-        with self.explained("its files"):
-            folder = Path(source) if self.is_local else download(source, self.subfolder)
-        self.folder = folder / self.subfolder
+        self.source, self.key = source, key
+        kind = replace(
+            hub.WEIGHTS,
+            noun=f"{key}.from_pretrained",
+            advice="convert them once: opensora-sp convert {name} {target} --allow-pickle, then "
+            f"set {key}.from_pretrained to {{target}}",
+        )
+        self.folder = hub.local_path(source, subfolder or "", kind=kind, more=TOKENIZER_FILES)
+        if not self.folder.is_dir():
+            raise self._error(f"which is not on disk ({hub.describe_missing(self.folder)})")
 
     def config(self) -> dict[str, Any]:
         """The content of ``config.json``.
@@ -201,19 +190,8 @@ class PretrainedFiles:
             ValueError: if there are none, or they are pickled or damaged.
         """
         with self.explained("weights"):
-            if self._has_pickles_on_the_hub():
-                raise PickledWeightsError
-            self._check_has_weights()
             weights = open_weights(self.folder)
             return {name: stored.read() for name, stored in weights.tensors.items()}
-
-    def _check_has_weights(self) -> None:
-        """Raise ValueError, with the files that there are, if none may hold weights."""
-        folder = self.folder
-        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        if not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
-            names_listed = ", ".join(names[:MAX_LISTED]) or "no files"
-            raise ValueError(f"none of its files holds any; there are: {names_listed}")
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -225,66 +203,26 @@ class PretrainedFiles:
         Raises:
             ValueError: for any error inside the context.
         """
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
         try:
             yield
         except PickledWeightsError:
-            raise self._pickled() from None
-        except LocalEntryNotFoundError as error:
-            raise self._error(hub.describe_not_cached(self.source)) from error
+            target = f"{self.folder}-safetensors"
+            raise ValueError(
+                f"got {self.key}.from_pretrained {self.source!r}, whose weights are pickled, and a "
+                "pickle can run code as it is read; expected safetensors; convert them once: "
+                f"{convert_command(self.folder)}, then set {self.key}.from_pretrained to {target}"
+            ) from None
         # Foreign files make the libraries raise anything: tokenizers raises Exception itself.
         except Exception as error:
-            failed = f"{what} cannot be loaded"
-            reason = f"a folder that {failed} from" if self.is_local else f"a name that {failed} by"
-            raise self._error(f"{reason} ({shortly(error)})") from error
+            raise self._error(f"of which {what} cannot be loaded ({shortly(error)})") from error
 
     def _error(self, reason: str) -> ValueError:
         return ValueError(
-            f"got {self.key}.from_pretrained {self.source!r}, {reason}; expected a local folder "
-            "with the weights and their config.json, or a name on the hub and a network to fetch "
-            f"it; set {self.key}.from_pretrained to a folder (`hf download NAME --local-dir "
-            "FOLDER` makes one on a machine with a network)"
+            f"got {self.key}.from_pretrained {self.source!r}, {reason}; expected a folder with the "
+            f"weights and their config.json, or a name on the hub; set {self.key}.from_pretrained "
+            "to a folder (`hf download NAME --local-dir FOLDER` makes one on a machine with a "
+            "network)"
         )
-
-    def _pickled(self) -> ValueError:
-        """The error for weights of which there are pickles only, with the command to convert."""
-        path = Path(self.source)
-        name = HubName.parse(self.source)
-        target = f"{path if self.is_local or name is None else Path(name.repository).name}"
-        target += "-safetensors"
-        source = path / self.subfolder
-        if not self.is_local and name is not None:
-            source = Path(str(replace(name, path=self.subfolder)))
-        command = convert_command(source, Path(target, self.subfolder))
-        return ValueError(
-            f"got {self.key}.from_pretrained {self.source!r}, whose weights are pickled, and a "
-            f"pickle can run code as it is read; expected safetensors; convert them once: "
-            f"{command}, then set {self.key}.from_pretrained to {target}"
-        )
-
-    def _has_pickles_on_the_hub(self) -> bool:
-        """True if the hub has no safetensors of a name, but pickles, which are not downloaded."""
-        name = None if self.is_local else HubName.parse(self.source)
-        if name is None or any(self.folder.glob("*.safetensors")) or not hub.answers():
-            return False
-
-        files = [Path(file) for file in hub.files_of(name)]
-        return any(file.parent == Path(self.subfolder) and file.suffix == ".bin" for file in files)
-
-
-def download(name: str, subfolder: str = "") -> Path:
-    """The folder in the hub's cache with the files of a repository that encoders read.
-
-    Args:
-        subfolder: the only folder of the repository to download.
-
-    Raises:
-        OSError, ValueError: if there is no such repository, or neither hub nor cache has it.
-    """
-    patterns = [str(Path(subfolder, pattern)) for pattern in HUB_FILES]
-    # The error for what cannot be a name is huggingface_hub's.
-    return hub.snapshot(HubName.parse(name) or HubName(name), patterns, is_online=hub.answers())
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -295,14 +233,28 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         RuntimeError: if one has another shape.
     """
     names = model.state_dict().keys()
-    check_none_missing([name for name in names if name not in tensors])
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, {missing[0]} is one")
     model.load_state_dict({name: tensors[name] for name in names}, assign=True)
 
 
-def check_none_missing(names: Sequence[str]) -> None:
-    """Raise ValueError if there are names of missing tensors."""
-    if names:
-        raise ValueError(f"{len(names)} tensors are missing, {names[0]} is one")
+def load_strictly(
+    model: nn.Module, tensors: Mapping[str, Tensor], files: PretrainedFiles, name: str
+) -> None:
+    """Assign an autoencoder's tensors, whose names and shapes must be as in ``model``.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
+            f"weights of {name} as its config.json describes it; choose another "
+            "vae.from_pretrained"
+        ) from None
 
 
 def weights_digest(source: str, subfolder: str | None = None) -> str | None:
@@ -311,22 +263,15 @@ def weights_digest(source: str, subfolder: str | None = None) -> str | None:
     None if neither is on this machine. Reading takes about a second per GB.
     """
     folder = Path(source, subfolder or "")
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.utils import HFValidationError
-
-        name = HubName.parse(source)
-        within = "" if name is None else name.path
-        config = str(Path(within, subfolder or "", "config.json"))
+    name = None if folder.is_dir() else HubName.of_missing(source)
+    if name is not None:
         try:
-            cached = name and try_to_load_from_cache(
-                name.repository, config, revision=name.revision
-            )
-        except HFValidationError:
-            cached = None  # the path of a folder on another machine
-        if not isinstance(cached, str):
+            folder = hub.snapshot(name, (), is_online=False) / name.within(subfolder or "").path
+        # Not in the cache, or the path of a folder on another machine.
+        except (OSError, ValueError):
             return None
-        folder = Path(cached).parent
+    if not folder.is_dir():
+        return None
 
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

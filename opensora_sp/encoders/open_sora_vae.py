@@ -26,7 +26,7 @@ from opensora_sp.common.tensors import DTYPES
 
 from .huggingface import SD_VAE, FrameAutoencoder, current_name, spatial_factor
 from .interface import check_latent_frames, independent_pieces
-from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
+from .loading import Dtype, FrozenEncoder, Positive, PretrainedFiles, load_strictly, saved_config
 from .video_vae import TemporalVAE
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
@@ -83,17 +83,12 @@ class OpenSoraVAE(FrozenEncoder):
     def __init__(
         self,
         from_pretrained: str,
-        micro_frame_size: int | None = 17,
-        micro_batch_size: int | None = 4,
+        micro_frame_size: Positive | None = 17,
+        micro_batch_size: Positive | None = 4,
         dtype: Dtype = "fp32",
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
-        if micro_frame_size is not None and micro_frame_size < 1:
-            raise ValueError(
-                f"got micro_frame_size {micro_frame_size}; expected >= 1; change "
-                "vae.micro_frame_size"
-            )
         files = self.open_files(from_pretrained, "vae")
         release = (saved_config(from_pretrained) or {}) if files is None else files.config()
         # Built on the meta device, since the file has all weights.
@@ -101,7 +96,7 @@ class OpenSoraVAE(FrozenEncoder):
             image_vae, temporal_vae = build_parts(release, from_pretrained)
             self.chunk_vae = ChunkVAE(image_vae, temporal_vae, micro_batch_size=micro_batch_size)
         if files is not None:
-            load_strictly(self.chunk_vae, files)
+            load_chunk_vae(self.chunk_vae, files)
 
         self.dtype = DTYPES[dtype]
         # Each alone: shift and scale stay float32.
@@ -227,7 +222,7 @@ def _image_config(release: dict[str, Any], source: str) -> dict[str, Any] | None
     return saved_config(Path(source, name), subfolder) or saved_config(Path(name), subfolder)
 
 
-def load_strictly(chunk_vae: ChunkVAE, files: PretrainedFiles) -> None:
+def load_chunk_vae(chunk_vae: ChunkVAE, files: PretrainedFiles) -> None:
     """Load weights, whose names and shapes must be as in ``chunk_vae``.
 
     Raises:
@@ -239,14 +234,7 @@ def load_strictly(chunk_vae: ChunkVAE, files: PretrainedFiles) -> None:
     for name in ("scale", "shift"):
         if name in state and state[name].ndim == 0:
             state[name] = state[name].expand_as(chunk_vae.get_buffer(name)).contiguous()
-    try:
-        chunk_vae.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise ValueError(
-            f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
-            "weights of OpenSoraVAE_V1_2 as its config.json describes it; choose another "
-            "vae.from_pretrained"
-        ) from None
+    load_strictly(chunk_vae, state, files, "OpenSoraVAE_V1_2")
 
     # Shift and scale are float32, whatever the weights are.
     chunk_vae.scale, chunk_vae.shift = chunk_vae.scale.float(), chunk_vae.shift.float()

@@ -24,7 +24,7 @@ from opensora_sp.common.tensors import DTYPES
 
 from .interface import chunks
 from .latent_statistics import STATISTICS
-from .loading import Dtype, FrozenEncoder, PretrainedFiles, saved_config, shortly
+from .loading import Dtype, FrozenEncoder, Positive, load_strictly, saved_config, shortly
 from .space_time_vae import FrameStep, SpaceTimeVAE, tile_convolutions
 
 TIME_FACTOR, SPATIAL_FACTOR = 4, 8
@@ -63,35 +63,25 @@ class OpenSoraVAEv13(FrozenEncoder):
     def __init__(
         self,
         from_pretrained: str,
-        z_channels: int = 16,
-        micro_batch_size: int | None = None,
-        micro_frame_size: int | None = None,
+        z_channels: Positive = 16,
+        micro_batch_size: Positive | None = None,
+        micro_frame_size: Positive | None = None,
         temporal_overlap: bool = False,
-        micro_batch_size_2d: int | None = None,
+        micro_batch_size_2d: Positive | None = None,
         normalization: Literal["video", "video_5frames"] | None = None,
         use_tiled_conv3d: bool = False,
-        tile_size: int = 16,
+        tile_size: Positive = 16,
         dtype: Dtype = "fp32",
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
-        check_options(
-            z_channels=z_channels,
-            micro_batch_size=micro_batch_size,
-            micro_frame_size=micro_frame_size,
-            temporal_overlap=temporal_overlap,
-            micro_batch_size_2d=micro_batch_size_2d,
-            normalization=normalization,
-            tile_size=tile_size,
-        )
-
         files = self.open_files(from_pretrained, "vae")
         folder = from_pretrained if files is None else files.folder
         # Built on the meta device, since the file has all weights.
         with torch.device("meta"):
             self.vae = build_network(saved_config(folder) or {}, z_channels, from_pretrained)
         if files is not None:
-            load_strictly(self.vae, files)
+            load_strictly(self.vae, files.tensors(), files, "OpenSoraVAE_V1_3")
         for module in self.vae.modules():
             if isinstance(module, FrameStep):
                 module.micro_batch_size = micro_batch_size_2d
@@ -268,12 +258,7 @@ def latent_frames_of(num_frames: int) -> int:
 
 
 def check_options(**options: Any) -> None:
-    """Raise ValueError for options that are out of range or do not fit each other."""
-    for name in ("z_channels", "micro_batch_size", "micro_batch_size_2d", "tile_size"):
-        number = options.get(name)
-        if number is not None and number < 1:
-            raise ValueError(f"got vae.{name} {number}; expected >= 1; change vae.{name}")
-
+    """Raise ValueError for options that do not fit each other."""
     size = options.get("micro_frame_size")
     smallest = TIME_FACTOR + 1 if options.get("temporal_overlap") else 1
     if size is not None and (size < smallest or size % TIME_FACTOR != 1):
@@ -288,11 +273,6 @@ def check_options(**options: Any) -> None:
         )
 
     normalization = options.get("normalization")
-    if normalization is not None and normalization not in STATISTICS:
-        raise ValueError(
-            f"got vae.normalization {normalization!r}; expected one of {list(STATISTICS)} or None; "
-            "choose one of them"
-        )
     if normalization is not None and options.get("z_channels", 16) != 16:
         raise ValueError(
             f"got vae.normalization {normalization!r} with z_channels {options['z_channels']}; "
@@ -337,21 +317,6 @@ def build_network(config: dict[str, Any], z_channels: int, source: str) -> Space
             "choose another vae.from_pretrained"
         )
     return vae
-
-
-def load_strictly(vae: SpaceTimeVAE, files: PretrainedFiles) -> None:
-    """Load weights, whose names and shapes must be as in ``vae``.
-
-    Raises:
-        ValueError: if they are not.
-    """
-    try:
-        vae.load_state_dict(files.tensors(), assign=True)
-    except RuntimeError as error:
-        raise ValueError(
-            f"got weights of another autoencoder in {files.source} ({shortly(error)}); expected "
-            "weights of OpenSoraVAE_V1_3; choose another vae.from_pretrained"
-        ) from None
 
 
 def _chunking(

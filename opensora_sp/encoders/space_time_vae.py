@@ -107,17 +107,24 @@ class CausalAttention(nn.Module):
 
 
 class FrameStep(nn.Module):
-    """Resamples height and width of single frames, at most ``micro_batch_size`` at once."""
+    """Resamples height and width of single frames, at most ``micro_batch_size`` at once.
 
-    def __init__(self, channels: int, *, stride: int, micro_batch_size: int | None) -> None:
+    They are halved, rounded down, with padding on the right and at the bottom alone, or doubled.
+    """
+
+    micro_batch_size: int | None = None
+
+    def __init__(self, channels: int, *, halves: bool) -> None:
         super().__init__()
-        self.micro_batch_size = micro_batch_size
-        padding = 0 if stride > 1 else 1
+        self.halves = halves
+        stride, padding = (2, 0) if halves else (1, 1)
         self.conv = nn.Conv2d(channels, channels, 3, stride=stride, padding=padding)
 
     def resample(self, frames: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, C, H', W']``."""
-        raise NotImplementedError
+        if self.halves:
+            return self.conv(F.pad(frames, (0, 1, 0, 1)))
+        return self.conv(F.interpolate(frames, scale_factor=2.0))
 
     def forward(self, x: Tensor) -> Tensor:
         frames = rearrange(x, "b c t h w -> (b t) c h w")
@@ -127,26 +134,6 @@ class FrameStep(nn.Module):
             "(b t) c h w -> b c t h w",
             b=len(x),
         )
-
-
-class FrameDownsample(FrameStep):
-    """Half the height and width, rounded down; padded on the right and at the bottom alone."""
-
-    def __init__(self, channels: int, micro_batch_size: int | None) -> None:
-        super().__init__(channels, stride=2, micro_batch_size=micro_batch_size)
-
-    def resample(self, frames: Tensor) -> Tensor:
-        return self.conv(F.pad(frames, (0, 1, 0, 1)))
-
-
-class FrameUpsample(FrameStep):
-    """Twice the height and width."""
-
-    def __init__(self, channels: int, micro_batch_size: int | None) -> None:
-        super().__init__(channels, stride=1, micro_batch_size=micro_batch_size)
-
-    def resample(self, frames: Tensor) -> Tensor:
-        return self.conv(F.interpolate(frames, scale_factor=2.0))
 
 
 class VideoDownsample(nn.Module):
@@ -223,7 +210,6 @@ class Encoder(nn.Module):
         ch: width of the first level; ``ch_mult`` has the width of every level relative to it.
         down_sampling_layer: the levels that end in half the frames. All but the last one end in
             half the height and width.
-        micro_batch_size_2d: frames that are halved in one call; None for all.
     """
 
     def __init__(
@@ -234,7 +220,6 @@ class Encoder(nn.Module):
         in_channels: int = 3,
         z_channels: int = 16,
         down_sampling_layer: Sequence[int] = (1, 2),
-        micro_batch_size_2d: int | None = None,
     ) -> None:
         super().__init__()
         widths = [ch * multiplier for multiplier in ch_mult]
@@ -246,7 +231,7 @@ class Encoder(nn.Module):
         for i, width in enumerate(widths[:-1]):
             in_time = i in down_sampling_layer
             self.down[i].downsample = (
-                VideoDownsample(width) if in_time else FrameDownsample(width, micro_batch_size_2d)
+                VideoDownsample(width) if in_time else FrameStep(width, halves=True)
             )
 
         self.mid = Middle(widths[-1])
@@ -275,7 +260,6 @@ class Decoder(nn.Module):
         out_ch: int = 3,
         z_channels: int = 16,
         temporal_up_layers: Sequence[int] = (2, 3),
-        micro_batch_size_2d: int | None = None,
     ) -> None:
         super().__init__()
         widths = [ch * multiplier for multiplier in ch_mult]
@@ -289,7 +273,7 @@ class Decoder(nn.Module):
         for i, width in list(enumerate(widths))[1:]:
             in_time = i in temporal_up_layers
             self.up[i].upsample = (
-                VideoUpsample(width) if in_time else FrameUpsample(width, micro_batch_size_2d)
+                VideoUpsample(width) if in_time else FrameStep(width, halves=False)
             )
 
         self.norm_out = nn.GroupNorm(GROUPS, widths[0], EPS)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from opensora_sp.common.tensors import to_device
 
+from .loading import Positive
+
 
 class PatchPoolVAE(nn.Module):
     """Stand-in for a VAE: average pooling over ``pool`` = (frames, height, width).
@@ -22,13 +24,9 @@ class PatchPoolVAE(nn.Module):
     channels = 3
     scale = 1.0
 
-    def __init__(self, pool: tuple[int, int, int] = (2, 4, 4)) -> None:
+    def __init__(self, pool: tuple[Positive, Positive, Positive] = (2, 4, 4)) -> None:
         super().__init__()
         self.pool = tuple(pool)
-        if len(self.pool) != 3 or min(self.pool) < 1:
-            raise ValueError(
-                f"got pool {self.pool}; expected (frames, height, width) >= 1; change vae.pool"
-            )
         self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
 
     def encode(self, video: Tensor) -> Tensor:
@@ -57,7 +55,7 @@ class PatchDCTVAE(nn.Module):
     ``pool`` are padded by their last frame, line or column; decoding returns whole patches.
 
     Raises:
-        ValueError: if a side of ``pool`` is below 1, or has fewer pixels than ``coefficients``.
+        ValueError: if a side of ``pool`` has fewer pixels than ``coefficients``.
     """
 
     scale = 1.0
@@ -66,14 +64,17 @@ class PatchDCTVAE(nn.Module):
     columns: Tensor
     weights: Tensor
 
-    def __init__(self, pool: tuple[int, int, int] = (2, 16, 16), coefficients: int = 3) -> None:
+    def __init__(
+        self,
+        pool: tuple[Positive, Positive, Positive] = (2, 16, 16),
+        coefficients: Positive = 3,
+    ) -> None:
         super().__init__()
         self.pool = tuple(pool)
-        if len(self.pool) != 3 or min(self.pool) < 1 or not 1 <= coefficients <= min(self.pool[1:]):
+        if coefficients > min(self.pool[1:]):
             raise ValueError(
-                f"got pool {self.pool} and coefficients {coefficients}; expected (frames, height, "
-                "width) >= 1 and at least one coefficient, at most as many as pixels of a side; "
-                "change vae.pool or vae.coefficients"
+                f"got pool {self.pool} and coefficients {coefficients}; expected at most as many "
+                "as pixels of a side; change vae.pool or vae.coefficients"
             )
 
         self.channels = 3 * coefficients**2

@@ -6,7 +6,7 @@ Legend: B samples, L text tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .loading import (
     FrozenEncoder,
     Offload,
     PretrainedFiles,
-    check_none_missing,
+    load_tensors,
     saved_config,
 )
 
@@ -45,8 +45,6 @@ T5_XXL = dict(
 )
 # Largest counts of a T5's config.json: modules and labels are built before weights are looked at.
 MAX_COUNTS = {"num_layers": 1000, "num_hidden_layers": 1000, "num_labels": 1000}
-# Tied in T5: a file has one of the names, or both.
-TIED_NAMES = {"encoder.embed_tokens.weight": "shared.weight"}
 
 
 class T5TextEncoder(FrozenEncoder):
@@ -202,54 +200,29 @@ def load_t5(files: PretrainedFiles, dtype: torch.dtype) -> Any:
     """The network of a T5 encoder.
 
     Raises:
-        ValueError: if it cannot be loaded.
+        ValueError: if a count of its ``config.json`` is too large, or a tensor is missing or has
+            another shape.
     """
-    from transformers import T5EncoderModel
-
-    # Its return type depends on ``output_loading_info``.
-    from_pretrained: Any = T5EncoderModel.from_pretrained
     config, tensors = files.config(), files.tensors()
     with files.explained("T5EncoderModel"):
-        check_t5_weights(config, tensors)
-        t5, report = from_pretrained(
-            # No path: transformers reads no file.
-            None,
-            config=t5_config(config),
-            state_dict=tensors,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        check_none_missing(sorted(report["missing_keys"]))
+        for key, largest in MAX_COUNTS.items():
+            if config.get(key, 0) > largest:
+                raise ValueError(
+                    f"{key} {config[key]} in its config.json, which may be {largest} at most"
+                )
+        t5 = planned_t5(config)
+        # Tied in T5: a file has one of the names, or both.
+        embedding = tensors.get("shared.weight", tensors.get("encoder.embed_tokens.weight"))
+        if embedding is not None:
+            tensors |= {"shared.weight": embedding, "encoder.embed_tokens.weight": embedding}
+        load_tensors(t5, tensors)
+        t5.tie_weights()
+
+    for name, parameter in t5.named_parameters():
+        # The products of this layer overflow in fp16.
+        stays_fp32 = dtype == torch.float16 and ".wo." in name
+        parameter.data = parameter.data.to(torch.float32 if stays_fp32 else dtype)
     return t5
-
-
-def check_t5_weights(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Compare weights with a T5 encoder on the meta device, before memory is allocated for one.
-
-    Args:
-        config: content of its ``config.json``.
-
-    Raises:
-        ValueError: if a count of the config is too large, or a tensor is missing or has another
-            shape.
-    """
-    for key, largest in MAX_COUNTS.items():
-        if config.get(key, 0) > largest:
-            raise ValueError(
-                f"{key} {config[key]} in its config.json, which may be {largest} at most"
-            )
-
-    model = planned_t5(config)
-    shapes = {TIED_NAMES.get(name, name): tensor.shape for name, tensor in tensors.items()}
-    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-    check_none_missing([name for name in wanted if name not in shapes])
-
-    for name, shape in wanted.items():
-        if shapes[name] != shape:
-            raise ValueError(
-                f"{name} has shape {[*shapes[name]]}, and {[*shape]} by its config.json"
-            )
 
 
 def check_cleaning() -> None:

@@ -12,7 +12,7 @@ the image latents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch.nn.functional as F
@@ -20,8 +20,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 Triple = tuple[int, int, int]
-Activation = Callable[[Tensor], Tensor]
-ACTIVATIONS: dict[str, Activation] = {"swish": F.silu, "relu": F.relu}  # by the release's names
 
 
 class CausalConv3d(nn.Module):
@@ -78,13 +76,11 @@ class ResBlock(nn.Module):
         out_channels: int,
         num_groups: int,
         shortcut_kernel: int = 1,
-        activate: Activation = F.silu,
         *,
         eps: float = 1e-5,
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.activate = activate
         self.norm1 = nn.GroupNorm(num_groups, in_channels, eps)
         self.conv1 = CausalConv3d(in_channels, out_channels, bias=bias)
         self.norm2 = nn.GroupNorm(num_groups, out_channels, eps)
@@ -97,19 +93,14 @@ class ResBlock(nn.Module):
         shortcut = x
         if hasattr(self, self.shortcut_name):
             shortcut = self.get_submodule(self.shortcut_name)(x)
-        x = self.conv1(self.activate(self.norm1(x)))
-        return shortcut + self.conv2(self.activate(self.norm2(x)))
+        x = self.conv1(F.silu(self.norm1(x)))
+        return shortcut + self.conv2(F.silu(self.norm2(x)))
 
 
-def res_blocks(
-    number: int, in_channels: int, out_channels: int, num_groups: int, activate: Activation
-) -> nn.Sequential:
+def res_blocks(number: int, in_channels: int, out_channels: int, num_groups: int) -> nn.Sequential:
     """``number`` residual blocks, of which the first changes the channels."""
     inputs = [in_channels] + [out_channels] * (number - 1)
-    blocks = (
-        ResBlock(channels, out_channels, num_groups, activate=activate) for channels in inputs
-    )
-    return nn.Sequential(*blocks)
+    return nn.Sequential(*(ResBlock(channels, out_channels, num_groups) for channels in inputs))
 
 
 class Encoder(nn.Module):
@@ -125,15 +116,13 @@ class Encoder(nn.Module):
         halves: Sequence[bool],
         depth: int,
         groups: int,
-        activate: Activation,
     ) -> None:
         super().__init__()
-        self.activate = activate
         entering = [widths[0], *widths[:-1]]
 
         self.conv_in = CausalConv3d(in_channels, widths[0], bias=False)
         self.block_res_blocks = nn.ModuleList(
-            res_blocks(depth, before, width, groups, activate)
+            res_blocks(depth, before, width, groups)
             for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
@@ -141,7 +130,7 @@ class Encoder(nn.Module):
             for width, half in zip(widths[:-1], halves, strict=True)
         )
 
-        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
+        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups)
         self.norm1 = nn.GroupNorm(groups, widths[-1])
         self.conv2 = CausalConv3d(widths[-1], out_channels, 1)
 
@@ -152,7 +141,7 @@ class Encoder(nn.Module):
             if level < len(self.conv_blocks):
                 x = self.conv_blocks[level](x)
         x = self.res_blocks(x)
-        return self.conv2(self.activate(self.norm1(x)))
+        return self.conv2(F.silu(self.norm1(x)))
 
 
 class Decoder(nn.Module):
@@ -168,16 +157,14 @@ class Decoder(nn.Module):
         halves: Sequence[bool],
         depth: int,
         groups: int,
-        activate: Activation,
     ) -> None:
         super().__init__()
-        self.activate = activate
         entering = [*widths[1:], widths[-1]]
 
         self.conv1 = CausalConv3d(in_channels, widths[-1])
-        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups, activate)
+        self.res_blocks = res_blocks(depth, widths[-1], widths[-1], groups)
         self.block_res_blocks = nn.ModuleList(
-            res_blocks(depth, before, width, groups, activate)
+            res_blocks(depth, before, width, groups)
             for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
@@ -194,7 +181,7 @@ class Decoder(nn.Module):
             if level and isinstance(self.conv_blocks[level - 1], CausalConv3d):
                 x = self.conv_blocks[level - 1](x)  # [B, 2 * C, T, H, W]
                 x = rearrange(x, "b (c two) t h w -> b c (t two) h w", two=2)
-        return self.conv_out(self.activate(self.norm1(x)))
+        return self.conv_out(F.silu(self.norm1(x)))
 
 
 class TemporalVAE(nn.Module):
@@ -212,7 +199,6 @@ class TemporalVAE(nn.Module):
             relative to it.
         temporal_downsample: for every level but the last, whether it ends in half as many frames.
         num_groups: of group norm.
-        activation_fn: "swish" or "relu".
     """
 
     def __init__(
@@ -225,15 +211,8 @@ class TemporalVAE(nn.Module):
         channel_multipliers: Sequence[int] = (1, 2, 2, 4),
         temporal_downsample: Sequence[bool] = (False, True, True),
         num_groups: int = 32,
-        activation_fn: str = "swish",
     ) -> None:
         super().__init__()
-        if activation_fn not in ACTIVATIONS:
-            raise ValueError(
-                f"got activation_fn {activation_fn!r}; expected one of {sorted(ACTIVATIONS)}; "
-                "correct vae_temporal in the autoencoder's config.json"
-            )
-
         if len(temporal_downsample) != len(channel_multipliers) - 1:
             raise ValueError(
                 f"got temporal_downsample {tuple(temporal_downsample)} for channel_multipliers "
@@ -242,8 +221,7 @@ class TemporalVAE(nn.Module):
             )
 
         widths = [filters * multiplier for multiplier in channel_multipliers]
-        activate = ACTIVATIONS[activation_fn]
-        levels = (widths, temporal_downsample, num_res_blocks, num_groups, activate)
+        levels = (widths, temporal_downsample, num_res_blocks, num_groups)
         self.time_factor = 2 ** sum(temporal_downsample)
         self.encoder = Encoder(in_out_channels, 2 * latent_embed_dim, *levels)
         self.quant_conv = CausalConv3d(2 * latent_embed_dim, 2 * embed_dim, 1)

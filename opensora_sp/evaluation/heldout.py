@@ -50,7 +50,7 @@ def open_clips(cfg: TrainConfig, manifest: str, **cut: Any) -> VideoTextDataset:
         time_limit=cfg.dataset.time_limit,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        captions=cfg.dataset.captions,
+        remove_caption_prefix=cfg.dataset.remove_caption_prefix,
         **cut,
     )
 
@@ -151,7 +151,7 @@ class HeldoutLoss:
                 batch = self.batches.make(features, draws, timestep=k)
                 inputs = batch.inputs | dict(y=text, mask=None)
                 shard = self.model(batch.x_t, **inputs, output="shards")
-                sums.append(self.batches.flow.losses(shard, batch.noised).sum())
+                sums.append(self.batches.process.losses(shard, batch.noised).sum())
         return torch.stack(sums).view(len(seeds), bins)
 
 

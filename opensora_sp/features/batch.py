@@ -196,11 +196,6 @@ class Batch:
         return self.noised.x_t
 
     @property
-    def target(self) -> Tensor:
-        """The training target, ``[B, c, f, h, w]``."""
-        return self.noised.target
-
-    @property
     def of_group(self) -> dict[str, Any]:
         """The tensors that are equal on all ranks of a group: not latents and captions."""
         by_rank = ("y", "mask", "cond", "mask_index", *self.extra)
@@ -213,7 +208,7 @@ class BatchMaker:
 
     def __init__(self, cfg: TrainConfig, device: torch.device) -> None:
         self.device = device
-        self.flow: DiffusionProcess = build_component(cfg.scheduler, SCHEDULERS)
+        self.process: DiffusionProcess = build_component(cfg.scheduler, SCHEDULERS)
         self.sample_inputs = cfg.model_spec.model_class.sample_inputs
         self.channels = cfg.model_spec.config.in_channels
 
@@ -223,7 +218,7 @@ class BatchMaker:
         # Of degraded clips, the true latents follow.
         latents, *true = features.latents.split(self.channels, dim=1)
         geometry, numbers = size_conditions(
-            self.flow,
+            self.process,
             self.sample_inputs,
             features.shape,
             features.fps,
@@ -231,12 +226,12 @@ class BatchMaker:
         )
 
         draws = to_device(draws, self.device)
-        t = self.flow.timesteps_from(draws.timesteps[timestep], geometry)
+        t = self.process.timesteps_from(draws.timesteps[timestep], geometry)
         # On the CPU, where tokens are counted and the model checks masks.
         drop_caption = None if draws.drop_caption is None else torch.tensor(draws.drop_caption)
         x_mask = None if draws.frame_mask is None else torch.tensor(draws.frame_mask)
         inputs = dict(
-            timestep=self.flow.network_time(t),
+            timestep=self.process.network_time(t),
             y=features.y,
             mask=features.mask,
             x_mask=x_mask,
@@ -250,7 +245,7 @@ class BatchMaker:
             x_mask = to_device(x_mask, self.device)
         # The loss weighs these frames.
         index = () if draws.condition is None else draws.condition.index
-        noised = Noised.of(self.flow, latents, draws.noise, t, x_mask, index, *true)
+        noised = Noised.of(self.process, latents, draws.noise, t, x_mask, index, *true)
         return Batch(noised, inputs, draws.ids, features.text_lengths, tuple(features.extra))
 
 

@@ -39,7 +39,7 @@ from .sources import CachedSource, DegradedClips, Encoders, Source
 
 TrainingSet = VideoTextDataset | CachedFeatures
 # Options of a dataset that its class does not take.
-NOT_OF_FILES = {"type", "path", "max_bad_fraction", "caption_scores", "remove_caption_prefix"}
+NOT_OF_FILES = {"type", "path", "max_bad_fraction"}
 
 
 def make_dataset(cfg: TrainConfig) -> TrainingSet:
@@ -56,7 +56,6 @@ def make_dataset(cfg: TrainConfig) -> TrainingSet:
         seed=cfg.seed,
         limits=cfg.limits,
         extra=cfg.extra_files,
-        captions=cfg.dataset.captions,
         **cfg.dataset.model_dump(exclude=NOT_OF_FILES),
     )
 

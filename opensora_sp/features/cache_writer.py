@@ -7,7 +7,6 @@ reasons, and the clips that training would substitute for them are encoded as we
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -40,8 +39,6 @@ from opensora_sp.data.cache import (
     Key,
     Shard,
     check_files,
-    file_digest,
-    sealed,
     shape_name,
     shard_content,
 )
@@ -240,10 +237,9 @@ class CacheWriter:
                 "max_length": self.encoders.max_length,
             },
             sizes={shape_name(shape): self.encoders.latent_size(shape) for shape in sorted(shapes)},
-            shards={shard.path.name: shard.checksum for shard in shards},
-            manifest_sha256=file_digest(self.folder / MANIFEST),
+            shards=[shard.path.name for shard in shards],
         )
-        text = json.dumps(sealed(index.model_dump(mode="json"))) + "\n"
+        text = index.model_dump_json() + "\n"
         self.disk.write_file(self.folder / INDEX, text.encode())
 
 

@@ -75,11 +75,14 @@ def check_made_of(made: dict[str, Any], wanted: dict[str, Any], folder: str) -> 
 def check_cache(cfg: TrainConfig, dataset: CachedFeatures) -> None:
     """Raise ValueError unless the cache was made of what the config would encode."""
     if cfg.dataset.manifest is None:
-        # The cache has its own copy of the manifest, with absolute paths.
-        wanted = made_of(cfg, dataset.rows) | by_name(dataset.fingerprint)
+        # The cache has its own copy of the manifest, with absolute paths and no further columns.
+        own, recorded = dataset.rows.fingerprint, dataset.fingerprint
+        of_others = {name: recorded[name] for name in recorded if name == "path" or name not in own}
+        wanted = made_of(cfg, dataset.rows) | by_name(of_others)
     else:
         files = () if cfg.extra_files is None else cfg.extra_files.names
-        rows = Manifest(cfg.dataset.manifest, files, captions=cfg.dataset.captions)
+        remove_prefix = cfg.dataset.remove_caption_prefix
+        rows = Manifest(cfg.dataset.manifest, files, remove_prefix=remove_prefix)
         wanted = made_of(cfg, rows)
     check_made_of(dataset.index.made_of, wanted, str(dataset.folder))
 

@@ -35,17 +35,12 @@ class CorruptSamples:
         self.read, self.substituted = 0, 0
         self.found: dict[str, str] = {}  # path -> reason, of all ranks after ``report``
         self._unreported: dict[str, str] = {}
-        self._error = ""
 
     def note(self, items: Iterable[Any]) -> None:
         """Remember the corrupt samples among what this rank has read."""
         for sample in items:
             if isinstance(sample, CorruptSample) and sample.path not in self.found:
                 self._unreported[sample.path] = sample.reason
-
-    def raise_in_report(self, error: str) -> None:
-        """An error that this rank alone has seen; the next ``report`` raises it on all ranks."""
-        self._error = error
 
     def count_used(self, ids: Iterable[int]) -> None:
         """Count the clips of a micro-batch, after substitution."""
@@ -68,11 +63,9 @@ class CorruptSamples:
         """Log new corrupt files on rank 0; returns the clips substituted so far. Collective.
 
         Raises:
-            ValueError: on all ranks, if too many clips are corrupt, or what a rank has left to
-                ``raise_in_report``.
+            ValueError: on all ranks, if too many clips are corrupt.
         """
-        unreported = len(self._unreported) + bool(self._error)
-        counts = torch.tensor([self.read, self.substituted, unreported], device=device)
+        counts = torch.tensor([self.read, self.substituted, len(self._unreported)], device=device)
         dist.all_reduce(counts)
         read, substituted, unreported = map(int, counts.tolist())
 
@@ -88,14 +81,12 @@ class CorruptSamples:
         return substituted
 
     def _exchange_reports(self) -> None:
-        """Log what ranks have not reported yet, and raise the error of any of them. Collective."""
-        reports: list[tuple[dict[str, str], str]] = [({}, "")] * dist.get_world_size()
-        dist.all_gather_object(reports, (self._unreported, self._error))
+        """Log what ranks have not reported yet. Collective."""
+        reports: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(reports, self._unreported)
         self._unreported = {}
-        for corrupt, error in reports:
+        for corrupt in reports:
             for path, reason in corrupt.items():
                 if path not in self.found and self.mesh.rank == 0:
                     logger.warning("skipped a clip: %s (%s)", path, reason)
                 self.found.setdefault(path, reason)
-            if error:
-                raise ValueError(error)

@@ -288,8 +288,7 @@ class ShardedEncoder:
         for place, text in zip(with_caption, encoded, strict=True):
             count = features.text_lengths[place]
             if len(text) != count:
-                # This rank alone knows, and the others are about to exchange payloads.
-                self.corrupt.raise_in_report(
+                raise ValueError(
                     f"got features of {len(text)} tokens for the caption "
                     f"{with_caption[place].text[:80]!r}, of which num_tokens counts {count} (at "
                     "most max_length); expected the same number; correct encode or num_tokens of "

@@ -11,9 +11,7 @@ between graphs; the exchanges of branches and of heads are part of a block's gra
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from types import MethodType
@@ -60,21 +58,6 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
         backend,
     )
     return model
-
-
-@contextmanager
-def reporting_compilation(what: str) -> Iterator[None]:
-    """Log how many graphs are compiled in this context, if any, and the time that it takes."""
-    before, start = num_graphs(), time.perf_counter()
-    yield
-    if made := num_graphs() - before:
-        seconds = time.perf_counter() - start
-        logger.info("%s: warm-up of %.1f s, in which %d graphs were compiled", what, seconds, made)
-
-
-def num_graphs() -> int:
-    """How many graphs this process has compiled."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def run_compiled(

@@ -266,7 +266,11 @@ class Conditioning:
         return (torch.stack([*block_tables])[:, None, None] + self.modulation.to(wide)).unbind()
 
     def of(self, layout: str, rows: Rows) -> Condition:
-        """The conditions of the local rows, for attention in this layout; computed once."""
+        """The conditions of the local rows, for attention in this layout; computed once for each.
+
+        ``layout`` says where tokens attend, and ``rows`` where they lie, which differ under
+        strategies that leave tokens where they are. The rows of a layout are the same all along.
+        """
         if layout not in self._conditions:
             in_frame, rotation = layout == SPATIAL, None
             rope = self.spatial_rope if in_frame else self.temporal_rope

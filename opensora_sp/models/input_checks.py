@@ -108,9 +108,6 @@ def check_text(
                 "pass both to encode_text"
             )
         return
-    if isinstance(config, STDiT3Config) and config.skip_y_embedder:
-        _check_packed_text(config, num_samples, y, mask, drop_caption)
-        return
 
     expected = (num_samples, 1, config.caption_channels)
     if y.ndim != 4 or (y.shape[0], y.shape[1], y.shape[3]) != expected:
@@ -140,25 +137,6 @@ def _check_text_mask(num_samples: int, y: Tensor, mask: Tensor) -> None:
             f"expected [{num_samples}, {y.shape[2]}], bool or integers on cpu or {y.device}; pass "
             "one row per sample, 1 for tokens in use; of a mask that is added to scores, (mask == "
             "0)"
-        )
-
-
-def _check_packed_text(
-    config: SharedConfig,
-    num_samples: int,
-    y: Tensor,
-    lengths: Tensor | None,
-    drop_caption: Tensor | None,
-) -> None:
-    """Projected text ``[1, N, C]`` and the lengths ``[B]`` of the captions."""
-    fits = y.ndim == 3 and y.shape[::2] == (1, config.hidden_size) and drop_caption is None
-    sizes = [] if lengths is None else lengths.flatten().tolist()
-    if not fits or len(sizes) != num_samples or sum(sizes) != y.shape[1] or min(sizes) < 1:
-        raise ValueError(
-            f"got y of shape {tuple(y.shape)} with the lengths {sizes} as mask, and drop_caption "
-            f"{'none' if drop_caption is None else 'passed'}, with skip_y_embedder; expected [1, "
-            f"N, {config.hidden_size}], {num_samples} lengths from 1 that sum to N, and no "
-            "drop_caption; project the text with y_embedder and pack it"
         )
 
 
@@ -223,12 +201,11 @@ def check_conditioning_frames(
     num_frames = -(-x.shape[2] // config.patch_size[0])
     in_range = all(0 <= frame < num_frames for frame in mask_index or ())
     has_null = y_null is not None or isinstance(y, Tensor)
-    if mask_index and not (has_null and in_range and not config.skip_y_embedder):
+    if mask_index and not (has_null and in_range):
         raise ValueError(
-            f"got mask_index {list(mask_index)}, y_null "
-            f"{'missing' if y_null is None else 'passed'} and skip_y_embedder "
-            f"{config.skip_y_embedder}; expected frames of 0 to {num_frames - 1}, the text that "
-            "they see as y_null, and text to be embedded; correct these"
+            f"got mask_index {list(mask_index)} and y_null "
+            f"{'missing' if y_null is None else 'passed'}; expected frames of 0 to "
+            f"{num_frames - 1}, and with encoded text the text that they see; correct these"
         )
 
 

@@ -196,14 +196,14 @@ class HostMemory:
         self.device = device
         self.newest: Callable[[], HostedInput | None] = lambda: None
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
-        # bytes, in use or free.
-        self._pinned = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer for so many bytes."""
         size = buffer_size(nbytes)
-        return self._free[size].pop() if self._free[size] else self._new_buffer(size)
+        if self._free[size]:
+            return self._free[size].pop()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def free(self, buffer: Tensor) -> None:
         self._free[len(buffer)].append(buffer)
@@ -225,19 +225,6 @@ class HostMemory:
         """Let the current stream wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-
-    def _new_buffer(self, size: int) -> Tensor:
-        try:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"got no {size / 1e6:.1f} MB of pinned memory from the host for inputs of blocks, "
-                f"after {self._pinned / 1e9:.3f} GB that this process has pinned; expected room "
-                "for the inputs of all blocks that are kept there; share the batch among more "
-                "ranks, start fewer processes on this host, or set grad_checkpoint=True"
-            ) from error
-        self._pinned += size
-        return buffer
 
 
 @cache

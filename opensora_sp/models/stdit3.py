@@ -122,8 +122,6 @@ class STDiT3(ConditionedModel):
 
         Args:
             x, timestep, y, mask, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
-                With ``skip_y_embedder`` y is projected and packed, ``[1, N, C]``, and mask has the
-                lengths ``[B]``.
             fps: frames per second ``[B]``, 24 where absent.
             height, width: size in pixels ``[B]``, which scales the spatial positions. The first
                 sample's size is used for all, or each sample's own with a ``video_mask``. Without
@@ -284,9 +282,3 @@ class STDiT3(ConditionedModel):
             return text.followed_by(self.embed_text(y_null, mask, None))
         everything = torch.ones(len(text.lengths), dtype=torch.bool)
         return text.followed_by(self.embed_text(y, mask, everything))
-
-    def embed_text(self, y: Tensor | Text, mask: Tensor | None, drop: Tensor | None) -> Text:
-        """Captions packed and projected; with ``skip_y_embedder`` they are already."""
-        if isinstance(y, Text) or mask is None or not self.config.skip_y_embedder:
-            return super().embed_text(y, mask, drop)
-        return Text(y.flatten(0, 1).to(self.dtype), mask.tolist())

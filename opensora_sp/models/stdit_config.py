@@ -209,10 +209,10 @@ class STDiT2Config(SharedConfig):
 class STDiT3Config(SharedConfig):
     """Constructor arguments of STDiT3; see ``SharedConfig`` for most of them.
 
-    ``input_sq_size`` is the side of the square, in pixels, that positions are scaled to.
-    ``skip_y_embedder`` expects text already projected and packed. Open-Sora 1.3 has ``use_cond``,
-    which embeds conditioning frames; windows of ``kernel_size`` (height, width, frames) patches for
-    temporal attention, -1 for all; and with ``use_spatial_rope`` rotary positions also in a frame.
+    ``input_sq_size`` is the side of the square, in pixels, that positions are scaled to. Open-Sora
+    1.3 has ``use_cond``, which embeds conditioning frames; windows of ``kernel_size`` (height,
+    width, frames) patches for temporal attention, -1 for all; and with ``use_spatial_rope`` rotary
+    positions also in a frame. ``skip_y_embedder`` of the releases may be False alone.
     With ``skip_temporal`` there are no temporal blocks: a model of images, whose frames do not
     attend to each other.
     """
@@ -245,6 +245,11 @@ class STDiT3Config(SharedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive("input_sq_size")
+        if self.skip_y_embedder:
+            raise ValueError(
+                "got skip_y_embedder=True, for text that is projected already; expected False; "
+                "remove it, and pass the result of encode_text to the model as y"
+            )
         if self.kernel_size is not None:
             self._make_tuple("kernel_size")
             self._check_windows(self.kernel_size)

@@ -69,14 +69,14 @@ class Shard:
     """The part of a model's output that this rank holds.
 
     ``tensor`` is ``[R, T, patch volume * C_out]`` with rows (sample, patch), or ``[R, S, ...]``
-    with rows (sample, frame), both batch-major. ``layout`` describes these rows:
-    ``layout.slice(z)`` cuts the same patches out of any whole ``[B, C, T, H, W]``, ``[B, T]`` or
-    ``[B, T, H, W]`` tensor, and ``layout.inside(device)`` distinguishes latent positions from
+    with rows (sample, frame), both batch-major. ``rows`` describes them:
+    ``rows.slice(z)`` cuts the same patches out of any whole ``[B, C, T, H, W]``, ``[B, T]`` or
+    ``[B, T, H, W]`` tensor, and ``rows.inside(device)`` distinguishes latent positions from
     padding.
     """
 
     tensor: Tensor
-    layout: LatentRows
+    rows: LatentRows
 
 
 class SequenceParallel:
@@ -168,7 +168,13 @@ class SequenceParallel:
         return self._strategy_at(rows, x).switch(local, x, rows)
 
     def self_attention(
-        self, local: SelfAttention, x: Tensor, rows: Rows, precomputed: Any = None, *, block: Block
+        self,
+        local: SelfAttention,
+        x: Tensor,
+        rows: Rows,
+        precomputed: Any = None,
+        *,
+        block: Block,
     ) -> Tensor:
         return self._strategy_at(rows, x).self_attention(local, x, rows, precomputed, block)
 
@@ -186,7 +192,13 @@ class SequenceParallel:
         return self._strategy_at(rows, q).attend(local, q, k, v, rows, groups, block)
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self,
+        local: Segment,
+        function: Function,
+        rows: Rows,
+        *args: Any,
+        recompute: Any,
+        last: bool,
     ) -> Tensor:
         strategy = self._strategy_at(rows, args[0])
         return strategy.segment(local, function, rows, *args, recompute=recompute, last=last)

@@ -74,6 +74,10 @@ class SequenceMesh:
     ends this process reach the other ranks (``report_failure``): runs, the plugin and
     ``parallelize`` need a mesh.
 
+    Args:
+        ranks_per_node: by which groups span nodes; by default the ranks on this node. Where nodes
+            differ, all ranks pass the same number.
+
     Attributes:
         family: all groups of the world, the largest first.
         own: this rank's groups of the family, the largest first.
@@ -83,7 +87,7 @@ class SequenceMesh:
             several processes that have not joined a process group.
     """
 
-    def __init__(self, sp_size: SequenceSize = 1) -> None:
+    def __init__(self, sp_size: SequenceSize = 1, *, ranks_per_node: int | None = None) -> None:
         running = dist.is_available() and dist.is_initialized()
         if not running and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
@@ -99,7 +103,8 @@ class SequenceMesh:
             report_uncaught_errors()
         self.world_size, self.rank = world, dist.get_rank() if running else 0
         # torchrun sets the number of ranks on this node; without it, there is one node.
-        self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self.ranks_per_node = ranks_per_node or ranks_here
 
         self.dp_group: Any = None
         if sp_size == AUTO:

@@ -29,7 +29,6 @@ class BucketLevels:
         name: of the bucket.
         shape: of the largest whole batch.
         levels: of each block (``models/recompute.py``).
-        pinned: bytes of the host for the inputs of blocks.
         text: for the log.
     """
 
@@ -37,7 +36,6 @@ class BucketLevels:
     ranks: int
     shape: BatchShape
     levels: list[int]
-    pinned: int
     text: str
 
     def contains(self, shape: BatchShape, ranks: int) -> bool:
@@ -79,7 +77,7 @@ def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[
                 memories.append(run.memory_of((latents[0] - 1, *latents[1:]), ranks))
             memory = min(memories, key=lambda memory: sum(memory.levels))
             shape = run.shape_of(latents)
-            yield BucketLevels(name, ranks, shape, memory.levels, memory.pinned, memory.describe())
+            yield BucketLevels(name, ranks, shape, memory.levels, memory.describe())
 
 
 def _latents(run: RunEstimator, name: str, batch: BatchSpec) -> Iterator[tuple[int, ...]]:

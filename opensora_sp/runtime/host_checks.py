@@ -18,9 +18,12 @@ MB = 1e6
 
 
 def check_machine(launch: Launch) -> None:
-    """Raise ValueError if the ranks of this host cannot start: devices, interfaces."""
+    """Check the devices of this host's ranks, and choose the interface to the other hosts.
+
+    Raises:
+        ValueError: as ``check_devices`` does.
+    """
     check_devices(launch)
-    check_interfaces()
     if launch.spans_hosts:
         choose_interface(launch.master)
 
@@ -76,20 +79,6 @@ def interfaces() -> dict[str, list[str]]:
         name: [ip.address.split("%")[0] for ip in addresses if ip.family in internet]
         for name, addresses in psutil.net_if_addrs().items()
     }
-
-
-def check_interfaces() -> None:
-    """Raise ValueError if GLOO_SOCKET_IFNAME names an interface without an address."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    names = [name.strip() for name in named.split(",")] if named else []
-    known = interfaces()
-    unusable = [name for name in names if not known.get(name)]
-    if unusable:
-        raise ValueError(
-            f"got GLOO_SOCKET_IFNAME={named} on {socket.gethostname()}, where no interface "
-            f"{unusable[0]!r} has an address; expected one of {', '.join(known)}; set it to the "
-            "one that reaches the other hosts, or unset it"
-        )
 
 
 def choose_interface(master: tuple[str, int]) -> None:

@@ -8,7 +8,6 @@ notice ranks that run other code. After that all ranks connect to the store of t
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import time
@@ -41,7 +40,6 @@ from .rank_info import (
 from .run_store import BoundedStore, Place, RunStore
 from .timeouts import backend_timeout
 
-logger = logging.getLogger(__name__)
 JOIN_TIMEOUT = "OPENSORA_SP_JOIN_TIMEOUT"  # seconds to wait for all ranks
 DEFAULT_JOIN_TIMEOUT = 600.0
 DEFAULT_TIMEOUT = backend_timeout()  # of collectives
@@ -49,7 +47,6 @@ DEFAULT_TIMEOUT = backend_timeout()  # of collectives
 # Names in the store. Ranks that run other versions of the code read the first three as well.
 COUNTER, REPORT, VERDICT, CONNECTED = "arrived", "arrival {}", "verdict", "connected {}"
 
-REMINDER_INTERVAL = 30.0  # seconds between two log lines about missing ranks
 ERROR_TIMEOUT = 20.0  # seconds that a rank which cannot start takes at most to report that
 CONNECT_TIMEOUT = 60.0  # seconds to connect to the store of the run
 EXIT_TIMEOUT = 3.0  # seconds that a rank waits for all others to read a verdict not to start
@@ -171,7 +168,6 @@ class Rendezvous:
         self.launch, self.timeout = launch, timeout
         self.host = socket.gethostname()
         self.deadline = time.monotonic() + timeout
-        self.next_reminder = time.monotonic() + REMINDER_INTERVAL
         server = server or _open_store(launch, timeout)
 
         # The store of torchrun outlives the ranks, so each attempt has other names.
@@ -278,11 +274,8 @@ class Rendezvous:
     def _next_rank(self, joined: list[RankInfo]) -> RankInfo | None:
         """The next rank that joins; None if no other joins in time."""
         key = REPORT.format(len(joined) + 1)
-        while not self._wait_for([key], min(self.next_reminder, self.deadline) - time.monotonic()):
-            if self._remaining() <= 0:
-                return None
-            logger.warning("waiting for %s to join", format_ranks(self._absent(joined)))
-            self.next_reminder += REMINDER_INTERVAL
+        if not self._wait_for([key], self._remaining()):
+            return None
         return RankInfo.parse(self.store.get(key))
 
     def _read_verdict(self) -> tuple[str, Place | None]:

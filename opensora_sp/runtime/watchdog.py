@@ -43,7 +43,6 @@ from opensora_sp.common.error_file import wait_until, write_error_file
 
 from .collective_recorder import CollectiveRecorder, location_of_thread, stack_of_thread
 from .processes import SignalHandler, exiting_after, is_alive, launchers
-from .rank_info import format_ranks
 from .rendezvous import JOIN_TIMEOUT, first_line, join_timeout
 from .run_store import PROCESS_ENDED, PROPAGATION_TIMEOUT, Heartbeat, RunStore
 from .timeouts import (
@@ -314,10 +313,8 @@ class Watchdog:
 
     def _late_start(self) -> str:
         """A message with the lines of all ranks, which have made no process group in time."""
-        by_location: dict[str, list[int]] = {}
-        for rank, heartbeat in self._store.heartbeats(list(range(self._world_size))).items():
-            by_location.setdefault(heartbeat.location, []).append(rank)
-        places = [f"{format_ranks(ranks)} at {line}" for line, ranks in by_location.items()]
+        heartbeats = self._store.heartbeats(list(range(self._world_size)))
+        places = [f"rank {rank} at {newest.location}" for rank, newest in heartbeats.items()]
         return (
             f"got no process group of {self._world_size} ranks within {self._start_timeout:g} s: "
             f"{', '.join(places)}; expected all ranks to start; look what they wait for, or give "

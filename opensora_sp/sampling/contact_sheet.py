@@ -1,21 +1,17 @@
 """Contact sheets: frames of each video side by side, its prompt above them.
 
-A title is drawn in one font: matplotlib's DejaVu Sans (Latin, Greek, Cyrillic, Arabic, Hebrew), or
-Noto Sans CJK of the extra ``fonts`` (Chinese, Japanese, Korean, Latin).
+The font is matplotlib's DejaVu Sans, which has Latin, Greek, Cyrillic, Arabic and Hebrew.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import unicodedata
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont, ImageOps, features
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-FONT_PACKAGE = "cvttf_NotoSansCJK_Regular"  # of the extra "fonts"
 MARGIN, LINE, CELL = 6, 18, 96
 SHOWN_FRAMES = 8
 
@@ -23,7 +19,7 @@ SHOWN_FRAMES = 8
 def write_contact_sheet(path: str | Path, videos: list[tuple[str, np.ndarray]]) -> None:
     """Write a PNG with one strip per (title, frames uint8 ``[F, height, width, 3]``).
 
-    The number of the strip replaces a title that no font can draw.
+    The number of the strip replaces a title that the font cannot draw.
     """
     strips = []
     for number, (title, frames) in enumerate(videos):
@@ -44,16 +40,9 @@ def shown_frames(available: int) -> np.ndarray:
 
 
 def drawable(text: str, otherwise: str) -> str:
-    """The characters of ``text`` in its font; ``otherwise`` if no letter or digit is left."""
-    known = characters(font_of(text))
-    # Without libraqm, Pillow draws right-to-left scripts from left to right.
-    reversed_scripts = () if features.check("raqm") else ("R", "AL")
-
-    kept = []
-    for character in text:
-        is_known = character.isspace() or ord(character) in known
-        if is_known and unicodedata.bidirectional(character) not in reversed_scripts:
-            kept.append(character)
+    """The characters of ``text`` that the font has; ``otherwise`` if no letter or digit is left."""
+    known = _characters()
+    kept = [character for character in text if character.isspace() or ord(character) in known]
     has_words = any(character.isalnum() for character in kept)
     return " ".join("".join(kept).split()) if has_words else otherwise
 
@@ -63,35 +52,24 @@ def draw_text(
 ) -> None:
     """Draw a line in black; ``text`` is a result of ``drawable``."""
     left, top = position
-    font = ImageFont.truetype(font_of(text), size)
+    font = ImageFont.truetype(_font_file(), size)
     draw.text((left, top + size), text, fill="black", font=font, anchor="ls")
 
 
-def font_of(text: str) -> str:
-    """The font with most of a text's characters."""
-    # Of equally good ones the first, DejaVu.
-    return max(font_files(), key=lambda file: sum(ord(c) in characters(file) for c in text))
-
-
 @cache
-def font_files() -> list[str]:
-    """Installed font files."""
+def _font_file() -> str:
     from matplotlib import font_manager
 
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    files = [str(font_manager.findfont("DejaVu Sans"))]
-    package = importlib.util.find_spec(FONT_PACKAGE)
-    if package is not None and package.origin is not None:
-        files += sorted(map(str, Path(package.origin).parent.glob("*.[to]t[cf]")))
-    return files
+    return str(font_manager.findfont("DejaVu Sans"))
 
 
 @cache
-def characters(file: str) -> frozenset[int]:
-    """Code points that a font has."""
-    from fontTools.ttLib import TTFont
+def _characters() -> frozenset[int]:
+    """Code points that the font has."""
+    from matplotlib import font_manager
 
-    return frozenset(TTFont(file, fontNumber=0, lazy=True).getBestCmap())
+    return frozenset(font_manager.get_font(_font_file()).get_charmap())
 
 
 def _strip(title: str, frames: np.ndarray) -> Image.Image:

@@ -75,7 +75,7 @@ class Output:
     def __init__(self, folder: Path, request: Request, facts: dict[str, Any], total: int) -> None:
         self.path = media_path(folder, request, facts)
         self.sheet = folder / f"{request.name}.png"
-        self.metadata = metadata_path(folder, request)
+        self.metadata = folder / f"{request.name}.json"
         if request.own_name is not None:
             self.path.parent.mkdir(exist_ok=True)
         self.title = drawable(request.prompt.text, f"video {request.index:03d}")
@@ -211,11 +211,6 @@ def media_path(folder: Path, request: Request, facts: dict[str, Any]) -> Path:
     return folder / f"{request.name}.{facts['format']}"
 
 
-def metadata_path(folder: Path, request: Request) -> Path:
-    """The path of the metadata of a request's video."""
-    return folder / f"{request.name}.json"
-
-
 def facts_of(
     cfg: InferenceConfig, request: Request, fingerprint: str | None = None
 ) -> dict[str, Any]:
@@ -263,8 +258,8 @@ def with_digests(requests: Sequence[Request]) -> list[Request]:
 
 
 def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[str] | None:
-    """Differences of an existing, complete video's metadata, by key; None if there is no video."""
-    path, metadata = media_path(folder, request, facts), metadata_path(folder, request)
+    """Keys in which an existing, complete video's metadata differ; None if there is no video."""
+    path, metadata = media_path(folder, request, facts), folder / f"{request.name}.json"
     if not metadata.is_file():
         return None
 
@@ -280,7 +275,7 @@ def differences(folder: Path, request: Request, facts: dict[str, Any]) -> list[s
     differing = [key for key in compared if existing.get(key) != facts[key]]
     if not differing and not path.is_file():
         return None
-    return [f"{key} {_short(existing.get(key))}, now {_short(facts[key])}" for key in differing]
+    return differing
 
 
 def fingerprint(weights: Path, adapters: Sequence[Adapters] = ()) -> str:
@@ -292,11 +287,6 @@ def fingerprint(weights: Path, adapters: Sequence[Adapters] = ()) -> str:
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
-def _short(fact: Any) -> str:
-    text = json.dumps(fact, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _partial(path: Path) -> Path:

@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.diffusion import ConditioningFrames, OnStep, predictions_per_step, size_conditions
+from opensora_sp.data.limits import Budget
+from opensora_sp.diffusion import (
+    ConditioningFrames,
+    DiffusionProcess,
+    OnStep,
+    predictions_per_step,
+    size_conditions,
+)
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
-from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.parallel import SequenceMesh
 
 from .decoding import Frames, decode
@@ -62,7 +68,7 @@ class Pipeline:
         self.text_encoder = text_encoder
         self.device = device
 
-        self.flow = build_component(cfg.scheduler, SCHEDULERS)  # a DiffusionProcess
+        self.process: DiffusionProcess = build_component(cfg.scheduler, SCHEDULERS)
         self.dtype = torch.float64 if cfg.precision == "fp64" else torch.float32
 
     @torch.no_grad()
@@ -99,7 +105,7 @@ class Pipeline:
             z, levels = self._insert(z, conditioning, loop)
 
         geometry, numbers = size_conditions(
-            self.flow,
+            self.process,
             self.cfg.model_spec.model_class.sample_inputs,
             batch[0].shape,
             torch.tensor([request.fps for request in batch], device=self.device),
@@ -113,9 +119,8 @@ class Pipeline:
         if conditioning_frames is not None:
             # Not every process takes them.
             special["conditioning_frames"] = conditioning_frames
-        latents = self.flow.sample(
-            # Each step is reported apart; the first one of a shape compiles.
-            reporting_compilation("sampling")(predict),
+        latents = self.process.sample(
+            predict,
             z,
             geometry=geometry,
             frame_levels=levels,
@@ -146,7 +151,7 @@ class Pipeline:
     def _copies(self, conditioning_frames: ConditioningFrames | None) -> int:
         """Predictions of a step; a loop without conditioning frames is guided by text alone."""
         by_frames = conditioning_frames is not None and bool(conditioning_frames.index)
-        return predictions_per_step(self.flow, by_frames=by_frames)
+        return predictions_per_step(self.process, by_frames=by_frames)
 
     def _prediction(
         self,
@@ -163,7 +168,7 @@ class Pipeline:
         if conditioning_frames is not None and conditioning_frames.index:
             null = self._null_text(copies * len(conditioning_frames.latents))
             inputs |= conditioning_frames.guided_inputs() | dict(y_null=null)
-        return self.flow.guide(self.model, y=text, **inputs)
+        return self.process.guide(self.model, y=text, **inputs)
 
     def _null_text(self, count: int) -> Text:
         """The null caption of so many samples, which conditioning frames attend to."""
@@ -226,7 +231,7 @@ class Pipeline:
         latents = []
         for path in prompt.references:
             limits = self.cfg.limits
-            frames = read_frames(path, time_limit=limits.seconds, limits=limits)
+            frames = read_frames(path, Budget.of(limits.seconds, limits))
             frames = frames[: planned_whole_frames(self.cfg.vae, len(frames))]
             clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))

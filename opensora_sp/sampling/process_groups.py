@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -48,82 +47,34 @@ def choose_groups(
     world_size: int,
     *,
     cost_model: CostModel = H100,
-    ranks_of_hosts: Collection[int] = (),
+    ranks_per_node: int | None = None,
 ) -> Groups:
     """The config's ``sp_size``, or the one with the shortest estimated time (the smallest such).
 
     Args:
         cost_model: of the devices.
-        ranks_of_hosts: see ``find_ranks_of_hosts``; empty where all ranks are on one.
-
-    Raises:
-        ValueError: if hosts differ so that ranks would take the link of a group for another one.
+        ranks_per_node: None where all ranks are on one node.
     """
     seconds_by = functools.partial(_seconds_by_shape, cfg, cost_model)
-    spanning = _spanning(world_size, ranks_of_hosts or {world_size})
-    sizes = list(spanning)
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     if cfg.sp_size:
-        if cfg.sp_size not in spanning:
-            raise ValueError(
-                f"got sp_size {cfg.sp_size} on hosts with {sorted(ranks_of_hosts)} processes, some "
-                "of which count its groups as on one host and others as on several; expected one "
-                f"of {sizes}, which all count alike; pass --sp-size with one of them, leave it "
-                "out, or start equally many processes on each host"
-            )
         sizes = [cfg.sp_size]
 
     schedules = {}
     for n in sizes:
         groups = world_size // n
-        seconds = seconds_by(n, spanning[n])
+        seconds = seconds_by(n, spans_nodes(world_size, n, ranks_per_node or world_size))
         schedules[n] = _schedule(batches_of(requests, cfg.batch_size, groups), groups, seconds)
 
     best = min(sizes, key=lambda n: schedules[n][0])
-    time, batches = schedules[best]
+    batches = schedules[best][1]
 
-    reason = "the only way"
-    if cfg.sp_size:
-        reason = "as asked for"
-    elif len(sizes) > 1:
-        reason = "by estimate"
-        for n in sizes:
-            if n != best:
-                ratio = schedules[n][0] / (time or 1)
-                reason += f"; sp_size {n} would take {ratio:.2f} times as long"
-        reason += "; --sp-size N overrides"
+    reason = "as asked for" if cfg.sp_size else "the shortest by estimate; --sp-size N overrides"
 
     videos, number = counted(len(requests), "video"), counted(len(batches), "group")
     processes = counted(world_size, "process", plural="es")
     what = f"{videos} on {processes}: {number} of {best} (sp_size {best})"
     return Groups(best, batches, f"{what}, {reason}")
-
-
-def find_ranks_of_hosts() -> set[int]:
-    """The numbers of ranks that hosts have. Collective.
-
-    A rank knows the number of its host only, and all have to choose alike. Without a launcher that
-    sets it, there is one host.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    ranks_of_hosts = [ranks_here] * world_size
-    if dist.is_initialized():
-        dist.all_gather_object(ranks_of_hosts, ranks_here)
-    return set(ranks_of_hosts)
-
-
-def _spanning(world_size: int, ranks_of_hosts: Collection[int]) -> dict[int, bool]:
-    """Sizes of groups, and True for a size whose groups lie on several nodes.
-
-    Only sizes for which all ranks find the same (``SequenceMesh``).
-    """
-    spanning = {}
-    for n in range(1, world_size + 1):
-        if world_size % n == 0:
-            seen = {spans_nodes(world_size, n, count) for count in ranks_of_hosts}
-            if len(seen) == 1:
-                spanning[n] = seen.pop()
-    return spanning
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from .reference_frames import Insertion, parse_mask_strategy
 
 # Windows editors begin UTF-8 with a byte order mark, which is not part of the first prompt.
 ENCODING = "utf-8-sig"
-MAX_BYTES, MAX_PROMPTS = 16 << 20, 100_000
+MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -111,34 +110,25 @@ def read_prompts(path: str | Path) -> list[PromptOptions]:
 
     Raises:
         ValueError: if the file is missing, of another kind, without prompts, has invalid values, or
-            has more than ``MAX_BYTES`` or ``MAX_PROMPTS``.
+            has more than ``MAX_BYTES``.
     """
     path = or_shipped(path)
-    if not path.is_file():
+    if not path.is_file() or path.suffix not in (".txt", ".csv"):
         raise ValueError(
-            f"got prompts {str(path)!r}, which is not a file; expected a .txt or .csv; check the "
-            "path"
-        )
-    if path.suffix not in (".txt", ".csv"):
-        raise ValueError(
-            f"got prompts file {str(path)!r}; expected .txt or .csv; rename or convert it"
+            f"got prompts {str(path)!r}, which is not a file of prompts; expected a .txt or .csv; "
+            "check the path, or rename it"
         )
 
     try:
         text = read_small_file(path, MAX_BYTES, "a prompts file").decode(ENCODING)
         parsed = _rows(path, text) if path.suffix == ".csv" else _lines(text)
-        prompts = list(islice(parsed, MAX_PROMPTS + 1))
+        prompts = list(parsed)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"got prompts file {str(path)!r}, which cannot be read ({error}); expected UTF-8; save "
             "it as that"
         ) from None
 
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(
-            f"got prompts file {str(path)!r} with more than {MAX_PROMPTS:,} prompts; expected at "
-            "most so many; split it"
-        )
     if not prompts:
         raise ValueError(
             f"got prompts file {str(path)!r} without prompts; expected at least one; add a line"

@@ -8,7 +8,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
-from opensora_sp.data.captions import score_words, with_sentences
+from opensora_sp.data.limits import Budget
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
@@ -28,6 +28,7 @@ from opensora_sp.encoders import (
 
 from .prompts import Prompt, parse_prompt, prompt_of_loop
 from .reference_frames import check_insertions
+from .scores import with_scores
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200
@@ -201,37 +202,6 @@ def _check_at_most(allowed: int, number: int, what: str, of: str) -> None:
         )
 
 
-def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
-    """Append the config's scores to the text of each loop, worded as in training Open-Sora 1.2 or,
-    with ``score_style`` "words", 1.3.
-
-    A score that the prompt states itself is kept.
-    """
-    if cfg.score_style == "words":
-        sentences = score_words(cfg.aes, cfg.flow, cfg.camera_motion)
-    else:
-        sentences = _score_numbers(cfg)
-    scored = functools.partial(with_sentences, sentences=sentences)
-
-    if not prompt.text.startswith("|"):
-        return replace(prompt, text=scored(prompt.text))
-
-    # "|0|a cat|2|a dog" -> "", "|0|", "a cat", "|2|", "a dog"
-    empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt.text)
-    texts = [part if i % 2 == 0 else scored(part.strip()) for i, part in enumerate(parts)]
-    return replace(prompt, text="".join([empty, *texts]))
-
-
-def _score_numbers(cfg: InferenceConfig) -> dict[str, str | None]:
-    """The sentence of each score, by the phrase that a prompt may have itself; None for none."""
-    values = {
-        "aesthetic score:": None if cfg.aes is None else f"{float(cfg.aes):.1f}",
-        "motion score:": None if cfg.flow is None else f"{float(cfg.flow):.1f}",
-        "camera motion:": cfg.camera_motion,
-    }
-    return {name: None if score is None else f"{name} {score}" for name, score in values.items()}
-
-
 def batches_of(
     requests: Sequence[Request], batch_size: int, groups: int = 1
 ) -> list[list[Request]]:
@@ -362,7 +332,8 @@ def probe_reference(path: Path, limits: Limits) -> Probed:
             "check it"
         )
     try:
-        probed = probe(path, time_limit=limits.seconds, limits=limits)
+        budget = Budget.of(limits.seconds, limits)
+        probed = budget.run(functools.partial(probe, path, budget))
         limits.check("frames", probed.num_frames, probed.height, probed.width)
         return probed
     except UNREADABLE as error:

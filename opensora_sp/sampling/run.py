@@ -34,7 +34,6 @@ from opensora_sp.config import (
     InferenceConfig,
     build_component,
     check_launch,
-    unused_settings,
 )
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
@@ -59,9 +58,9 @@ from .outputs import (
 )
 from .pipeline import Pipeline
 from .process_groups import (
+    Groups,
     choose_groups,
     counted,
-    find_ranks_of_hosts,
     free_memory,
     place_encoders,
 )
@@ -164,7 +163,7 @@ def opened_adapters(
         model = cfg.model_spec.build()
     opened = []
     for source in sources:
-        adapters = open_adapters(source, ema=ema, allow_pickle=cfg.allow_pickle)
+        adapters = open_adapters(source, ema=ema)
         check_adapters(adapters, model)
         opened.append(adapters)
     return opened
@@ -193,15 +192,16 @@ def build_pipeline(
     weights: Path,
     mesh: SequenceMesh,
     device: torch.device,
-    *,
-    placed: InferenceConfig | None = None,
+    groups: Groups | None = None,
 ) -> Pipeline:
     """The model with its weights, parallelized over the mesh, and the encoders.
 
     Args:
-        placed: the config of the encoders, where some of their weights wait on the host.
+        groups: by whose batches some weights of the encoders wait on the host, on a GPU.
     """
-    encoders = placed or cfg
+    encoders = cfg
+    if groups is not None and device.type == "cuda":
+        encoders = place_encoders(cfg, groups, free_memory(device))
     vae = build_component(encoders.vae, LATENT_ENCODERS).to(device)
     text_encoder = build_component(encoders.text_encoder, TEXT_ENCODERS).to(device)
     adapters = opened_adapters(cfg, cfg.lora, ema=cfg.use_ema)
@@ -266,30 +266,34 @@ def _sample_all(
 
     cost_model = cost_model_of(cfg.cost_model)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    per_node = _fewest_ranks_on_a_node(world_size, device)
     groups = choose_groups(
-        cfg,
-        requests,
-        world_size,
-        cost_model=cost_model,
-        ranks_of_hosts=find_ranks_of_hosts(),
+        cfg, requests, world_size, cost_model=cost_model, ranks_per_node=per_node
     )
-    for line in [groups.why, *unused_settings(cfg, groups.sp_size)]:
-        logger.info("%s", line)
-    mesh = SequenceMesh(groups.sp_size)
+    logger.info("%s", groups.why)
+    mesh = SequenceMesh(groups.sp_size, ranks_per_node=per_node)
     batches = groups.batches[mesh.dp_rank]
-    placed = None
-    if device.type == "cuda":
-        placed = place_encoders(cfg, groups, free_memory(device))
-    pipeline = build_pipeline(cfg, weights, mesh, device, placed=placed)
+    pipeline = build_pipeline(cfg, weights, mesh, device, groups)
 
     folder.mkdir(parents=True, exist_ok=True)
-    progress = _Progress(len(batches) * cfg.loop * pipeline.flow.num_sampling_steps, mesh.rank)
+    progress = _Progress(len(batches) * cfg.loop * pipeline.process.num_sampling_steps, mesh.rank)
     written = []
     with logging_redirect_tqdm([LOGGER]), progress.bar:
         for batch in batches:
             parts = pipeline.looped(batch, on_step=progress.advance)
             written += write_batch(pipeline, batch, parts, mesh, folder, digest)
     return written
+
+
+def _fewest_ranks_on_a_node(world_size: int, device: torch.device) -> int:
+    """The number by which all ranks choose the same groups and links, on nodes that differ.
+
+    Collective.
+    """
+    ranks_here = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(ranks_here, dist.ReduceOp.MIN)
+    return int(ranks_here)
 
 
 class _Progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from opensora_sp.config import build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size, planned_whole_frames
-from opensora_sp.encoders.open_sora_vae import TIME_FACTOR
 from opensora_sp.sampling.reference_frames import insert_references
 from opensora_sp.sampling.requests import probe_reference
 
@@ -34,60 +32,51 @@ FIELDS = {
     "mask_strategy": ("Frames that references set", ""),
     "lora": ("LoRA: PATH or PATH:SCALE", ""),
 }
+LISTS = ("reference_path", "mask_strategy")  # joined by ";"
 # What references set most often; see ``sampling.reference_frames``.
-PLACES = {
-    "reference 1 is the first frame": "0,0",
-    "reference 1 is the last frame": "0,0,0,-1",
-    "reference 2 is the first frame": "0,1",
-    "reference 2 is the last frame": "0,1,0,-1",
-    "reference 1 is the first frame, half regenerated": "0,0,0,0,1,0.5",
-}
-
-
-def values_of(texts: tuple[Any, ...]) -> dict[str, Any]:
-    """What the fields hold, in their order, by config key."""
-    values = dict(zip(FIELDS, texts, strict=True))
-    for key in ("reference_path", "mask_strategy"):
-        values[key] = ";".join(values[key] or ())
-    return values | {"lora": values["lora"] or []}
+PLACES = [
+    ("reference 1 is the first frame", "0,0"),
+    ("reference 1 is the last frame", "0,0,0,-1"),
+    ("reference 2 is the first frame", "0,1"),
+    ("reference 2 is the last frame", "0,1,0,-1"),
+    ("reference 1 is the first frame, half regenerated", "0,0,0,0,1,0.5"),
+]
 
 
 def settings_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What the fields hold for a video with this metadata (see ``facts_of``)."""
     process: Any = build_component(facts["config"]["scheduler"], SCHEDULERS)
-    settings = dict.fromkeys(FIELDS, "") | {key: facts[key] for key in FIELDS.keys() & facts}
+    settings: dict[str, Any] = dict.fromkeys(FIELDS, "")
+    settings |= {key: facts[key] for key in FIELDS.keys() & facts}
     settings["resolution"] = "x".join(map(str, facts["image_size"]))
     settings["scheduler.num_sampling_steps"] = process.num_sampling_steps
     settings |= {"scheduler.cfg_scale": f"{process.cfg_scale:g}", "fps": f"{facts['fps']:g}"}
-    texts: dict[str, Any] = {
-        key: "" if each is None else str(each) for key, each in settings.items()
-    }
-    for key in ("reference_path", "mask_strategy"):
-        texts[key] = [part for part in texts[key].split(";") if part]
-    return texts | {"lora": facts.get("lora", [])}
+    for key, setting in settings.items():
+        settings[key] = "" if setting is None else str(setting)
+    for key in LISTS:
+        settings[key] = [part for part in settings[key].split(";") if part]
+    return settings | {"lora": facts.get("lora", [])}
 
 
-def refusal(
-    values: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object]
-) -> tuple[str, str]:
-    """The field that a request is refused for, and why; empty texts if it is not refused.
+def refused_field(values: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object]) -> str:
+    """The key of the first field that a request is refused for; empty where it is none.
 
     Args:
         check: raises ValueError or OSError for what is refused.
     """
     tried: dict[str, Any] = {"prompt": "any"}
     for key in FIELDS:
-        tried[key] = values[key]
+        tried[key] = values.get(key)
         try:
             check(tried)
-        except (ValueError, OSError) as error:
-            return key, worded(error)
-    return "", ""
+        except (ValueError, OSError):
+            return key
+    return ""
 
 
 def worded(error: Exception) -> str:
     """An error with labels in place of config keys, and without the path of the config."""
-    text = re.sub(r"^in \S+:\s+|scheduler\.| \[--[\w-]+\]", "", str(error))
+    text = re.sub(r"^in \S+:\s+|scheduler\.| \[(--[\w-]+|\S+\.py:\d+)\]", "", str(error))
     for key, (label, _) in FIELDS.items():
         name, label = key.removeprefix("scheduler."), label.partition(":")[0]
         if name != label.lower():
@@ -100,10 +89,10 @@ def placed_frames(work: Work) -> list[list[tuple[int, float]]]:
 
     -1 is no reference, or the part before.
     """
-    cfg, request = work.cfg, work.request
+    cfg, request, prompt = work.cfg, work.request, work.request.prompt
     frames, *_ = planned_latent_size(cfg.vae, *request.shape)
     references = []
-    for number, path in enumerate(request.prompt.references):
+    for number, path in enumerate(prompt.references):
         whole = planned_whole_frames(cfg.vae, probe_reference(path, cfg.limits).num_frames)
         count, *_ = planned_latent_size(cfg.vae, whole, *request.size)
         references.append(torch.full((1, count, 1, 1), float(number)))
@@ -111,15 +100,13 @@ def placed_frames(work: Work) -> list[list[tuple[int, float]]]:
     # As ``Pipeline`` does, by the chunks of its autoencoder.
     is_chunked = cfg.vae["type"] == "OpenSoraVAE_V1_2"
     chunk = cfg.vae.get("micro_frame_size", 17) if is_chunked else None
-    align = chunk and math.ceil(chunk / TIME_FACTOR)
+    align = chunk and planned_latent_size(cfg.vae, chunk, *request.size)[0]
     parts = []
     empty = torch.full((1, frames, 1, 1), -1.0)
     for loop in range(cfg.loop):
         # From the second part on, the part before is one more reference.
         known = [*references, empty] if loop else references
-        latent, edits = insert_references(
-            empty, known, request.prompt.insertions, loop=loop, align=align
-        )
+        latent, edits = insert_references(empty, known, prompt.insertions, loop=loop, align=align)
         numbers = latent.flatten().int().tolist()
         parts.append(list(zip(numbers, edits.tolist(), strict=True)))
     return parts

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import shutil
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from opensora_sp.checkpoint.adapters import parse_source
+from opensora_sp.checkpoint.paths import weight_files
 from opensora_sp.config import load_inference_config
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.sampling.requests import file_name, requests_of
 from opensora_sp.sampling.run import preflight, resolved_sources
 
 from .folders import SAMPLING, Folders
-from .form import worded
+from .form import FIELDS, LISTS, refused_field, worded
 from .session import Work
 
 
@@ -28,7 +29,7 @@ class Job:
     """One video to sample, and what has become of it.
 
     Attributes:
-        values: see ``work_of``, which makes ``work`` of them.
+        values: see ``Queue.check``, which makes ``work`` of them.
     """
 
     values: Mapping[str, Any]
@@ -40,6 +41,7 @@ class Job:
     preview: bytes = b""  # PNG
     video: Path | None = None
     error: str = ""
+    refused_field: str = ""  # its key
 
     @property
     def has_ended(self) -> bool:
@@ -58,44 +60,6 @@ class Job:
         self.cancelled.set()
         if self.state == "waiting":
             self.state = "cancelled"
-
-
-def work_of(values: Mapping[str, Any], folders: Folders, *, nproc: int, outputs: Path) -> Work:
-    """Check a request as ``opensora-sp sample`` checks its command line.
-
-    Args:
-        values: of the config, by dotted key, and "prompt"; empty ones are taken from the run.
-        outputs: the folder of its video.
-
-    Raises:
-        ValueError: for paths outside of the folders, and for what the command refuses.
-        OSError: where a file has been removed meanwhile.
-    """
-    given = {key: setting for key, setting in values.items() if setting}
-    for key, name in (("ckpt", "checkpoint"), ("prompt", "prompt")):
-        if not given.get(key, "").strip():
-            raise ValueError(f"got no {name}; expected one; choose or type it")
-    checkpoint = folders.checked(given["ckpt"], executed=True)
-    sources = [parse_source(source) for source in given.get("lora", ())]
-    adapters = [(folders.checked(path, executed=True), scale) for path, scale in sources]
-
-    siblings = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
-    config = next((path / SAMPLING for path in siblings if (path / SAMPLING).is_file()), None)
-    if config is None:
-        raise ValueError(f"got {str(checkpoint)!r} without {SAMPLING}; expected a run; choose one")
-    given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
-    given |= dict(prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None)
-    # The page shows one video, whatever the run's config has.
-    given |= dict(num_samples=1, outputs=str(outputs), format="mp4", sp_size=nproc)
-    cfg = load_inference_config(folders.checked(config, executed=True), values=given)
-
-    # Before any file is opened; a prompt may name some too.
-    for request in requests_of(cfg):
-        for path in (*request.prompt.references, *request.inputs.values()):
-            folders.checked(path)
-    cfg = cfg.model_copy(update={"lora": resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)})
-    requests, weights = preflight(cfg, nproc)
-    return Work.of(cfg, requests[0], weights)
 
 
 def with_references(work: Work) -> Work:
@@ -120,51 +84,80 @@ class Queue:
 
     def __init__(self, folders: Folders, ranks: LocalRanks) -> None:
         self.folders, self.ranks, self.jobs = folders, ranks, list[Job]()
-        self._waiting, self._numbers = queue.SimpleQueue[Job](), itertools.count()
-        threading.Thread(target=self._run, name="queue", daemon=True).start()
+        self._thread, self._numbers = ThreadPoolExecutor(1, "queue"), itertools.count()
 
     def submit(self, job: Job) -> None:
-        """Check a job, which fails where ``work_of`` raises, or else waits."""
+        """Check a job, which fails where ``check`` raises, or else waits."""
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{next(self._numbers):03d}"
         name += f"-{file_name(job.values.get('prompt') or '')}"
         try:
             job.work = with_references(self.check(job.values, name))
         except (ValueError, OSError) as error:
-            job.error, job.state = (
-                worded(error),
-                "cancelled" if job.cancelled.is_set() else "failed",
-            )
+            job.error, job.state = worded(error), "failed"
+            job.refused_field = refused_field(job.values, self.check)
         self.jobs.append(job)
-        self._waiting.put(job)
+        self._thread.submit(self._run, job)
 
     def check(self, values: Mapping[str, Any], name: str = "new") -> Work:
-        """See ``work_of``; ``name`` is the one of the video's folder."""
-        outputs = self.folders.outputs / name
-        return work_of(values, self.folders, nproc=self.ranks.nproc, outputs=outputs)
+        """Check a request as ``opensora-sp sample`` checks its command line.
+
+        Args:
+            values: by the keys of ``FIELDS``; empty ones are taken from the run.
+            name: of the folder of its video.
+
+        Raises:
+            ValueError: for paths outside of the folders, and for what the command refuses.
+            OSError: where a file has been removed meanwhile.
+        """
+        given = {key: setting for key, setting in values.items() if setting}
+        given |= {key: ";".join(given[key]) for key in LISTS if key in given}
+        for key in ("ckpt", "prompt"):
+            if not given.get(key, "").strip():
+                raise ValueError(f"got no {FIELDS[key][0].lower()}; expected one; fill it in")
+        checkpoint = self.folders.checked(given["ckpt"], executed=True)
+        sources = [parse_source(source) for source in given.get("lora", ())]
+        adapters = [(self.folders.checked(path, executed=True), scale) for path, scale in sources]
+
+        siblings = (checkpoint, checkpoint.parent, *(path for path, _ in adapters))
+        config = next((path / SAMPLING for path in siblings if (path / SAMPLING).is_file()), None)
+        if config is None:
+            raise ValueError(f"got {checkpoint} without {SAMPLING}; expected a run; choose one")
+        given |= dict(ckpt=str(checkpoint), lora=[f"{path}:{scale!r}" for path, scale in adapters])
+        given |= dict(prompts=[{"prompt": given.pop("prompt").strip()}], prompt_path=None)
+        # The page shows one video, whatever the run's config has.
+        given |= dict(num_samples=1, format="mp4", sp_size=self.ranks.nproc)
+        given["outputs"] = str(self.folders.outputs / name)
+        cfg = load_inference_config(self.folders.checked(config, executed=True), values=given)
+
+        # Before any file is opened; a prompt may name some too.
+        for request in requests_of(cfg):
+            for path in (*request.prompt.references, *request.inputs.values()):
+                self.folders.checked(path)
+        cfg = cfg.model_copy(update={"lora": resolved_sources(cfg, cfg.lora, ema=cfg.use_ema)})
+        requests, weights = preflight(cfg, self.ranks.nproc)
+
+        paths = [weights, *(Path(parse_source(source)[0]) for source in cfg.lora)]
+        files = sum(map(weight_files, paths), list[Path]())
+        versions = [(str(file), file.stat().st_mtime_ns, file.stat().st_ino) for file in files]
+        return Work(cfg, requests[0], weights, str(versions))
 
     def ahead_of(self, job: Job) -> int:
         """The number of living jobs that come before this one."""
         return [each for each in (*self.jobs, job) if each is job or not each.has_ended].index(job)
 
-    def _run(self) -> None:
-        while True:
-            job = self._waiting.get()
-            try:
-                if not job.has_ended:
-                    job.state = "running"
-                    self._sample(job)
-            except Exception as error:
-                job.error, job.state = str(error), "failed"
-            self.jobs.remove(job)
-            if job.work is not None and job.video is None:
-                shutil.rmtree(job.work.cfg.outputs, ignore_errors=True)
-
-    def _sample(self, job: Job) -> None:
-        def on_step(done: int, total: int, preview: bytes) -> None:
+    def _run(self, job: Job) -> None:
+        def report(done: int, total: int, preview: bytes) -> None:
             job.steps, job.preview = (done, total), preview or job.preview
             job.began = job.began or time.monotonic()
 
-        kind, *answer = self.ranks.run(job.work, on_step=on_step, is_cancelled=job.cancelled.is_set)
-        if kind == "error":
-            raise ValueError(answer[0])
-        job.video, job.state = Path(answer[0]) if answer else None, kind
+        try:
+            if not job.has_ended:
+                job.state = "running"
+                answer = self.ranks.run(job.work, on_step=report, is_cancelled=job.cancelled.is_set)
+                job.state, *paths = answer
+                job.video = Path(paths[0]) if paths else None
+        except Exception as error:
+            job.error, job.state = str(error), "failed"
+        self.jobs.remove(job)
+        if job.work is not None and job.video is None:
+            shutil.rmtree(job.work.cfg.outputs, ignore_errors=True)

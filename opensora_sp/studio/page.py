@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from gradio.processing_utils import save_file_to_cache
+from PIL import Image
 
 from opensora_sp.sampling.outputs import facts_of
-from opensora_sp.training.curves import modified
 
 from . import form, views
-from .folders import Folders, short_names
+from .folders import Folders, Result, short_names
 from .form import FIELDS
-from .history import Result, delete, results, thumbnail
 from .jobs import Job, Queue
-from .page_runs import QUIET, runs_tab
+from .page_runs import QUIET, differences, runs_tab
 
 # Seconds between two looks at jobs, at the history, and at uploads, which are kept for so long.
 POLL, REFRESH, KEPT = 0.5, 3.0, (3600, 24 * 3600)
 MAX_VIDEOS, MAX_DIGITS = 16, 20
-COMPARE = ("Compare with the next", "Compare no longer")
-CONFIRM = "(words, path) => [confirm('Delete this video for good?') ? words : null, path]"
+CONFIRM = "(label, paths) => [confirm('Delete this video for good?') ? label : null, paths]"
 
 
 def build(folders: Folders, queue: Queue) -> gr.Blocks:
@@ -33,18 +32,17 @@ def build(folders: Folders, queue: Queue) -> gr.Blocks:
     page = gr.Blocks(title="opensora-sp studio", analytics_enabled=False, delete_cache=KEPT)
     with page:
         gr.Markdown("# opensora-sp studio")
-        with gr.Tab("Sample"):
-            with gr.Row():
-                with gr.Column():
-                    fields = _fields(folders, queue, page)
-                    count = gr.Slider(1, MAX_VIDEOS, 1, step=1, label="Videos")
-                    with gr.Row():
-                        buttons = [gr.Button("Sample", variant="primary")]
-                        buttons += [gr.Button("Cancel"), gr.Button("Cancel all")]
-                with gr.Column():
-                    listed = gr.HTML(views.IDLE, elem_id="queue")
-                    shown = _history(folders, fields)
-            _sampling(queue, page, [count, *fields.values()], buttons, [listed, *shown])
+        with gr.Tab("Sample"), gr.Row():
+            with gr.Column():
+                fields = _fields(folders, queue, page)
+                inputs = [gr.Slider(1, MAX_VIDEOS, 1, step=1, label="Videos"), *fields.values()]
+                with gr.Row():
+                    buttons = [gr.Button("Sample", variant="primary")]
+                    buttons += [gr.Button("Cancel"), gr.Button("Cancel all")]
+            with gr.Column():
+                listed = gr.HTML(views.IDLE, elem_id="queue")
+                history = _history(folders, fields, page)
+            _sampling(queue, page, inputs, buttons, [listed, *history])
         with gr.Tab("Runs"):
             runs_tab(folders, page)
     return page
@@ -53,48 +51,35 @@ def build(folders: Folders, queue: Queue) -> gr.Blocks:
 def _fields(folders: Folders, queue: Queue, page: gr.Blocks) -> dict[str, Any]:
     """Fields by config key, which show the run's values and the frames that references set."""
     files: dict[str, Any] = dict(file_count="multiple", file_types=["image", "video"], height=150)
-    lists: dict[str, Any] = dict(multiselect=True, allow_custom_value=True)
-    fields: dict[str, Any] = {"ckpt": _chooser("ckpt", folders.weights(), allow_custom_value=True)}
-    for key in ("prompt", "negative_prompt"):
-        fields[key] = _text(key)
+    fields: dict[str, Any] = {"ckpt": _chooser("ckpt", _choices(folders.weights()))}
     with gr.Row():
-        for key in list(FIELDS)[3:10]:
-            fields[key] = _text(key, min_width=120)
+        for key in list(FIELDS)[1:10]:
+            fields[key] = _text(key)
     with gr.Accordion("References and LoRA", open=False):
         fields["reference_path"] = gr.File(label="References", **files)
-        fields["mask_strategy"] = gr.Dropdown(
-            list(form.PLACES.items()), label=FIELDS["mask_strategy"][0], **lists
-        )
+        fields["mask_strategy"] = _chooser("mask_strategy", form.PLACES, multiselect=True)
         picture = gr.HTML(elem_id="frames")
-        fields["lora"] = _chooser("lora", folders.adapters(), **lists)
+        fields["lora"] = _chooser("lora", [], multiselect=True)
+    # All texts but prompt and seed.
+    texts = list(FIELDS)[2:9]
 
-    def refresh() -> list[Any]:
-        found = (folders.weights(), folders.adapters())
-        return [gr.Dropdown(choices=_choices(paths)) for paths in found]
-
-    def show_values(checkpoint: str | None) -> list[Any]:
-        try:
+    def refresh(checkpoint: str | None) -> list[Any]:
+        found, values = (folders.weights(), folders.adapters()), dict[str, Any]()
+        with suppress(ValueError, OSError):  # no checkpoint, or text that is still typed
             work = queue.check({"ckpt": checkpoint, "prompt": "any"})
             values = form.settings_of(facts_of(work.cfg, work.request))
-            values |= {"prompt": "", "seed": ""}
-        except (ValueError, OSError):  # no checkpoint, or text that is still typed
-            values = {}
-        return [gr.Textbox(placeholder=values.get(key) or FIELDS[key][1]) for key in texts]
+        shown = [gr.Textbox(placeholder=values.get(key) or FIELDS[key][1]) for key in texts]
+        return [*(gr.Dropdown(choices=_choices(paths)) for paths in found), *shown]
 
     def draw(*texts: Any) -> str:
-        values = form.values_of(texts)
-        if not (values["reference_path"] or values["mask_strategy"]):
-            return ""
+        values = dict(zip(FIELDS, texts, strict=True)) | {"prompt": "any"}
         try:
-            work = queue.check(values | {"prompt": "any"})
-            return views.frames(form.placed_frames(work))
+            return views.frames(form.placed_frames(queue.check(values)))
         except (ValueError, OSError) as error:
             return views.alert(form.worded(error))
 
-    texts = [key for key, field in fields.items() if isinstance(field, gr.Textbox)]
-    page.load(refresh, None, [fields["ckpt"], fields["lora"]], **QUIET)
-    outputs = [fields[key] for key in texts]
-    gr.on([page.load, fields["ckpt"].change], show_values, fields["ckpt"], outputs, **QUIET)
+    outputs = [fields[key] for key in ("ckpt", "lora", *texts)]
+    gr.on([page.load, fields["ckpt"].change], refresh, fields["ckpt"], outputs, **QUIET)
     drawn = [fields[key].change for key in ("mask_strategy", "reference_path", "ckpt")]
     drawn += [fields[key].blur for key in ("num_frames", "resolution", "aspect_ratio")]
     gr.on(drawn, draw, list(fields.values()), picture, **QUIET)
@@ -105,137 +90,129 @@ def _sampling(
     queue: Queue, page: gr.Blocks, inputs: list[Any], buttons: list[Any], outputs: list[Any]
 ) -> None:
     """Sample and cancel, each tab its own jobs, which it follows."""
-    jobs_of: dict[str | None, list[Job]] = {}
-    seen, (start, cancel, cancel_all) = gr.State(("", None)), buttons
+    jobs_of = defaultdict[str | None, list[Job]](list)
+    (start, cancel, cancel_all), (listed, chosen, compare, *shown) = buttons, outputs
 
-    async def sample(request: gr.Request, number: int, *texts: Any) -> list[Any]:
+    async def sample(request: gr.Request, count: int, *texts: Any) -> list[Any]:
         """For each field, the reason if a request is refused for it."""
-        values = form.values_of(texts)
+        values = dict(zip(FIELDS, texts, strict=True))
         seed = values["seed"] or str(secrets.randbelow(1 << 31))
         is_number = seed.isdecimal() and len(seed) <= MAX_DIGITS
-        seeds = range(int(seed), int(seed) + number) if is_number else [seed]
-        jobs = [Job(values | {"seed": str(each)}) for each in seeds]
-        # They can be cancelled meanwhile.
-        jobs_of.setdefault(request.session_hash, []).extend(jobs)
-        for job in jobs:
+        for each in range(int(seed), int(seed) + count) if is_number else [seed]:
+            job = Job(values | {"seed": str(each)})
+            # It can be cancelled meanwhile.
+            jobs_of[request.session_hash].append(job)
             await asyncio.to_thread(queue.submit, job)
-        refused = ("", "")
-        if jobs[0].state == "failed":
-            refused = await asyncio.to_thread(form.refusal, values, queue.check)
-        return [_marked(refused[1] if key == refused[0] else "", key) for key in FIELDS]
+            if job.has_ended:
+                break
+        return [_marked(job.error if key == job.refused_field else "", key) for key in FIELDS]
 
-    def follow(before: tuple[str, Path | None], request: gr.Request) -> list[Any]:
-        """Updates of what has changed: a video that is shown again would start anew."""
-        jobs = jobs_of.get(request.session_hash, [])
+    def follow(paths: list[str], pair: bool, request: gr.Request) -> list[Any]:
+        """The tab's jobs, and its new videos: one that is shown again would start anew."""
+        jobs = jobs_of[request.session_hash]
         text = views.queue(jobs, queue.ahead_of)
-        video = next((job.video for job in reversed(jobs) if job.video), None)
-        updates = [gr.skip() if text == before[0] else text, *[gr.skip()] * 3]
-        if video is not None and video != before[1]:
-            updates[1:] = [str(video), *_shown(queue.folders, [str(video)])]
-        return [*updates, (text, video)]
+        videos = [str(job.video) for job in jobs if job.video and job.video.is_file()]
+        added = [path for path in videos if path not in paths]
+        if not added:
+            return [text, gr.skip(), gr.skip(), gr.skip()]
+        return [text, paths + added, *_shown(paths + added, pair)]
 
-    def cancel_first(request: gr.Request) -> None:
-        living = [job for job in jobs_of.get(request.session_hash, []) if not job.has_ended]
-        for job in living[:1]:
-            job.cancel()
-
-    def cancel_every(request: gr.Request) -> None:
-        """Also when the tab is closed: nobody else could cancel them then."""
-        for job in jobs_of.get(request.session_hash, []):
+    def cancel_jobs(request: gr.Request, count: int | None = None) -> None:
+        living = [job for job in jobs_of[request.session_hash] if not job.has_ended]
+        for job in living[:count]:
             job.cancel()
 
     events = [start.click, inputs[2].submit]
     gr.on(events, sample, inputs, inputs[1:], trigger_mode="multiple", **QUIET)
-    gr.Timer(POLL).tick(follow, seen, [*outputs, seen], **QUIET)
-    cancel.click(cancel_first, None, None, queue=False)
-    cancel_all.click(cancel_every, None, None, queue=False)
-    page.unload(cancel_every)
+    gr.Timer(POLL).tick(follow, [chosen, compare], [listed, chosen, *shown], **QUIET)
+    cancel.click(cancel_jobs, gr.State(1), None, queue=False)
+    cancel_all.click(cancel_jobs, None, None, queue=False)
+    # Nobody else could cancel them then.
+    page.unload(cancel_jobs)
 
 
-def _history(folders: Folders, fields: dict[str, Any]) -> list[Any]:
-    """Returns the path of the chosen video, what shows it, and its metadata."""
+def _history(folders: Folders, fields: dict[str, Any], page: gr.Blocks) -> list[Any]:
+    """Returns the paths of the chosen videos, the switch to compare them, and what shows them."""
     shown = gr.HTML(elem_id="shown")
-    with gr.Row():
-        reuse, keep, remove = map(gr.Button, ("Use these settings", COMPARE[0], "Delete"))
     metadata = gr.JSON(label="Metadata", elem_id="metadata", max_height=256)
-    words = gr.Textbox("", label="History", placeholder="words of the prompt, the seed, the run")
-    looks: dict[str, Any] = dict(columns=3, object_fit="contain", buttons=[], show_label=False)
+    with gr.Row():
+        reuse, remove = gr.Button("Use these settings"), gr.Button("Delete")
+        compare = gr.Checkbox(label="Compare with the one before")
+    looks: dict[str, Any] = dict(columns=3, object_fit="cover", buttons=[], label="History")
     gallery = gr.Gallery(elem_id="history", allow_preview=False, interactive=False, **looks)
-    # Paths: of the chosen video, and of the one that it is compared with.
-    chosen, kept, before = gr.State(None), gr.State(None), gr.State(None)
+    # Paths of videos, in the order of choice.
+    chosen, before = gr.State([]), gr.State(None)
 
-    def choose(text: str, other: str | None, event: gr.SelectData) -> list[Any]:
+    def choose(paths: list[str], pair: bool, event: gr.SelectData) -> list[Any]:
         # By its caption: the list may have changed since.
-        caption, found = event.value["caption"], results(folders, text)
-        path = next((str(each.video) for each in found if each.caption == caption), None)
-        return [path, *_shown(folders, [other, path])]
+        caption = event.value["caption"]
+        paths = paths + [str(r.video) for r in folders.history() if r.caption == caption]
+        return [paths, *_shown(paths, pair)]
 
-    def hold(path: str | None, other: str | None) -> list[Any]:
-        return [None, COMPARE[0]] if other or not path else [path, COMPARE[1]]
-
-    def fill(path: str | None) -> list[Any]:
-        if not path:
+    def fill(paths: list[str]) -> list[Any]:
+        if not paths:
             return [gr.skip()] * len(FIELDS)
-        facts, files = Result.read(folders.checked(path)).facts, fields["reference_path"]
-        settings = form.settings_of(facts)
+        settings = form.settings_of(Result.read(Path(paths[-1])).facts)
         # Where uploads are: Gradio serves no other files, and removes these.
-        paths = map(folders.checked, settings["reference_path"])
-        copies = [save_file_to_cache(each, files.GRADIO_CACHE) for each in paths]
+        files, references = fields["reference_path"], settings["reference_path"]
+        copies = [save_file_to_cache(folders.checked(p), files.GRADIO_CACHE) for p in references]
         files.temp_files.update(copies)
         return list((settings | {"reference_path": copies or None}).values())
 
-    def drop(text: str | None, path: str | None) -> list[Any]:
-        """``text`` is None where the user has thought better of it."""
-        if text is None or path is None:
-            return [gr.skip()] * 5
-        video = folders.checked(path)
-        if video in folders.history():
-            delete(video)
-        return [None, "", None, None, COMPARE[0]]
+    def drop(confirmed: str | None, paths: list[str]) -> list[Any]:
+        if not confirmed or not paths:
+            return [gr.skip()] * 3
+        Result.read(Path(paths[-1])).delete()
+        return [paths[:-1], "", None]
 
-    def listed(text: str, names: list[str] | None) -> list[Any]:
+    def refresh(names: list[str] | None) -> list[Any]:
         """The list, if it has changed: a choice in one that is built anew is lost."""
-        found = results(folders, text)
-        now = [each.caption for each in found]
-        changed = [(thumbnail(each.video, modified(each.video)), each.caption) for each in found]
-        return [gr.skip() if now == names else changed, now]
+        results = folders.history()
+        now = [each.caption for each in results]
+        if now == names:
+            return [gr.skip(), now]
+        # Contact sheets, of which the middle is shown.
+        sheets = [Image.open(each.video.with_suffix(".png")) for each in results]
+        return [list(zip(sheets, now, strict=True)), now]
 
-    gallery.select(choose, [words, kept], [chosen, shown, metadata], **QUIET)
-    keep.click(hold, [chosen, kept], [kept, keep], **QUIET)
+    outputs = [chosen, shown, metadata]
+    gallery.select(choose, [chosen, compare], outputs, **QUIET)
+    compare.change(_shown, [chosen, compare], [shown, metadata], **QUIET)
     reuse.click(fill, chosen, list(fields.values()), **QUIET)
-    changed = [chosen, shown, metadata, kept, keep]
-    remove.click(drop, [words, chosen], changed, js=CONFIRM, **QUIET)
-    events = [words.change, gr.Timer(REFRESH).tick]
-    gr.on(events, listed, [words, before], [gallery, before], **QUIET)
-    return [chosen, shown, metadata]
+    remove.click(drop, [remove, chosen], outputs, js=CONFIRM, **QUIET)
+    gr.on([page.load, gr.Timer(REFRESH).tick], refresh, before, [gallery, before], **QUIET)
+    return [chosen, compare, shown, metadata]
 
 
-def _shown(folders: Folders, paths: Sequence[str | None]) -> list[Any]:
-    """Videos side by side, and the metadata of the last one."""
-    try:
-        shown = [Result.read(folders.checked(path)) for path in dict.fromkeys(paths) if path]
-        return [views.side_by_side(shown), shown[-1].facts if shown else None]
-    except (ValueError, OSError) as error:
-        return [views.alert(error), gr.skip()]
+def _shown(paths: list[str], pair: bool) -> list[Any]:
+    """The video chosen last, or the last two, with the metadata or what differs in them."""
+    both = dict.fromkeys(paths[-2:] if pair else paths[-1:])
+    results = [Result.read(Path(path)) for path in both if Path(path).is_file()]
+    shown = "".join(views.figure(each.video, each.caption) for each in results)
+    shown = f"<div class='pair'>{shown}</div>"
+    if len(results) > 1:
+        shown += differences({each.caption: each.facts for each in results})
+    return [shown, results[-1].facts if results else None]
 
 
 def _marked(error: str, key: str) -> Any:
-    """A field with an error, or without one; files have no room for it."""
+    """A field with an error, or without one; files have it in their label."""
+    marks: dict[str, Any] = dict(elem_classes=["refused"] if error else [])
     if key == "reference_path":
-        return gr.skip()
-    return gr.update(info=error, elem_classes=["refused"] if error else [])
+        return gr.update(label=f"References {error}".strip(), **marks)
+    return gr.update(info=error, **marks)
 
 
-def _text(key: str, **options: Any) -> gr.Textbox:
+def _text(key: str) -> gr.Textbox:
     label, example = FIELDS[key]
-    return gr.Textbox("", label=label, placeholder=example, lines=1, max_lines=1, **options)
+    looks: dict[str, Any] = dict(lines=1, max_lines=1, min_width=400 if "prompt" in key else 120)
+    return gr.Textbox("", label=label, placeholder=example, **looks)
 
 
-def _chooser(key: str, paths: Sequence[Path], **options: Any) -> gr.Dropdown:
+def _chooser(key: str, choices: list[tuple[str, str]], **options: Any) -> gr.Dropdown:
     """A list that changes later on, or other text: whoever takes the value checks it."""
-    chosen = str(paths[0]) if paths and key == "ckpt" else None
-    return gr.Dropdown(_choices(paths), label=FIELDS[key][0], value=chosen, **options)
+    return gr.Dropdown(choices, label=FIELDS[key][0], allow_custom_value=True, **options)
 
 
-def _choices(paths: Sequence[Path]) -> list[tuple[str, str]]:
+def _choices(paths: list[Path]) -> list[tuple[str, str]]:
     return [(name, str(path)) for path, name in short_names(paths).items()]

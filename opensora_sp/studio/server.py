@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import re
 import secrets
 import signal
 import socket
 import sys
 import warnings
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import gradio as gr
 import uvicorn
-from fastapi import FastAPI
-from fastapi.requests import HTTPConnection
+from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opensora_sp.runtime.local_ranks import LocalRanks
 
@@ -29,57 +25,18 @@ from .page import build
 from .session import serve
 
 # The browser asks no other host, and sends none the address.
-POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
-HEADERS = ((b"content-security-policy", POLICY), (b"referrer-policy", b"no-referrer"))
+POLICY = "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
+HEADERS = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"}
+REFUSAL = "got no token; expected the one of this studio; open the address that it printed"
 
 
-class Guard:
-    """Passes on requests below the token's path that no page of another server has made.
-
-    The token is in every address and nowhere else. A cookie would reach all ports of the host, and
-    so the servers of its other users.
-    """
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_policy(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *HEADERS]
-            await send(message)
-
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
-        headers, given = HTTPConnection(scope).headers, scope["path"][1:].partition("/")[0]
-        origin = headers.get("origin")
-        is_own = origin is None or urlsplit(origin).netloc == headers.get("host")
-        if is_own and secrets.compare_digest(given.encode(), self.token.encode()):
-            return await self.app(scope, receive, with_policy)
-        refusal = "got no token; expected the one of this studio; open the address that it printed"
-        await PlainTextResponse(refusal, 403)(scope, receive, send)
-
-
-class Server(uvicorn.Server):
-    """The server, which does not log the streams of open pages that its end cuts."""
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        super().handle_exit(sig, frame)
-
-
-def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None) -> None:
+def run(folders: Folders, *, nproc: int, host: str, port: int) -> None:
     """Serve the page until Ctrl-C; its address with the token is printed.
 
     Raises:
-        ValueError: if nothing can listen there, or the token is no part of an address.
+        ValueError: if nothing can listen there.
     """
-    token = token or secrets.token_urlsafe(24)
-    if re.fullmatch(r"[A-Za-z0-9_-]{8,}", token) is None:
-        raise ValueError(
-            f"got --token of {len(token)} characters; expected at least 8 letters, digits, - and "
-            "_, a part of the page's address; choose another, or leave it out"
-        )
+    token = secrets.token_urlsafe(24)
     try:
         listening = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
@@ -90,14 +47,28 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     port = listening.getsockname()[1]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
+    @app.middleware("http")
+    async def guard(request: Request, passed_on: Any) -> Response:
+        """Answer below the token's path, and no page of another server.
+
+        The token is in every address and nowhere else. A cookie would reach all ports of the host,
+        and so the servers of its other users.
+        """
+        given, origin = request.url.path[1:].partition("/")[0], request.headers.get("origin")
+        is_own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+        if not (is_own and secrets.compare_digest(given.encode(), token.encode())):
+            return PlainTextResponse(REFUSAL, 403)
+        response: Response = await passed_on(request)
+        response.headers.update(HEADERS)
+        return response
+
     @app.get(f"/{token}/media")
     def media(path: str) -> Response:
-        try:
+        with suppress(ValueError):
             file = folders.checked(path)
-        except ValueError as error:
-            return PlainTextResponse(str(error), 403)
-        is_shown = file.suffix in MEDIA and file.is_file()
-        return FileResponse(file) if is_shown else PlainTextResponse("no video there", 404)
+            if file.suffix in MEDIA and file.is_file():
+                return FileResponse(file)
+        return PlainTextResponse("no video of these folders", 404)
 
     # Of Gradio's own calls of Starlette.
     warnings.filterwarnings("ignore", module="gradio")
@@ -110,8 +81,9 @@ def run(folders: Folders, *, nproc: int, host: str, port: int, token: str | None
     # The end of Python would wait for ranks that live.
     with closing(LocalRanks(nproc, serve, folders.outputs / "ranks.log")) as ranks:
         gr.mount_gradio_app(app, build(folders, Queue(folders, ranks)), f"/{token}", **options)
-        app.add_middleware(Guard, token=token)
-        server = Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        # At the end uvicorn would log the streams of open pages, which it cuts, as errors.
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
         # From here on Ctrl-C is noted: code that is not ours may swallow an exception.
         signal.signal(signal.SIGINT, server.handle_exit)
         sys.stdout.write(f"http://{host}:{port}/{token}/\n")

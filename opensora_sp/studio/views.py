@@ -12,7 +12,6 @@ from urllib.parse import quote
 from opensora_sp.training.validation import VIDEOS
 
 from .folders import video_of
-from .history import Result
 from .jobs import Job
 
 COLUMNS = 8  # validations whose videos are shown
@@ -49,8 +48,7 @@ def progress(job: Job, ahead: int = 0) -> str:
         running = "cancelling after this step"
     if done == total > 0:
         running = "decoding the video"
-    waiting = f"waiting for {ahead} before it" if job.work else "checking the request"
-    texts = {"running": running, "waiting": waiting}
+    texts = {"running": running, "waiting": f"waiting for {ahead} before it"}
     shown = f"{title}<p role='status'>{texts.get(job.state, job.state)}</p>"
     if job.state == "running":
         shown += f"<progress aria-label='steps' value='{done}' max='{total or 1}'></progress>"
@@ -59,42 +57,28 @@ def progress(job: Job, ahead: int = 0) -> str:
     return f"<article>{shown}</article>"
 
 
-def player(path: Path) -> str:
-    """A video that plays, or an image."""
-    url = f"media?path={quote(str(path))}"
-    if path.suffix != ".mp4":
-        return f"<img alt='sample' src='{url}'>"
-    return f"<video aria-label=sample controls loop muted autoplay playsinline src='{url}'></video>"
-
-
 def figure(path: Path, caption: str) -> str:
-    """A video, or an image, above its caption."""
-    return f"<figure>{player(path)}<figcaption>{html.escape(caption)}</figcaption></figure>"
-
-
-def side_by_side(results: Sequence[Result]) -> str:
-    """One video, or several, with whether they have the same seed."""
-    shown = "".join(figure(result.video, result.caption) for result in results)
-    seeds = {result.facts["seed"] for result in results}
-    same = "the same seed" if len(seeds) == 1 else "different seeds"
-    return f"<div class='pair'>{shown}</div>" + f"<p>{same}</p>" * (len(results) > 1)
+    """A video that plays, or an image, above its caption."""
+    source = f"src='media?path={quote(str(path))}'"
+    shown = f"<video aria-label=sample controls loop muted autoplay playsinline {source}></video>"
+    if path.suffix != ".mp4":
+        shown = f"<img alt='sample' {source}>"
+    return f"<figure>{shown}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def frames(parts: Sequence[Sequence[tuple[int, float]]]) -> str:
     """The latent frames of a video, a row for each part, with the references that set them."""
     shown = ""
     for number, part in enumerate(parts, 1):
-        boxes = ""
-        texts = [f"part {number} of {len(parts)}"]
+        boxes, texts = "", [f"part {number} of {len(parts)}"]
         for frame, (reference, edit) in enumerate(part):
             # A reference that does not set it, and one that is the part before, have no number.
-            kind = "kept" if edit == 0 else "changed" if edit < 1 else "free"
             text = "&middot;" if edit == 1 else str(reference + 1) if reference >= 0 else "&larr;"
-            boxes += f"<span class='{kind}'>{text}</span>"
+            boxes += f"<span data-edit='{edit:g}'>{text}</span>"
             texts += [f"frame {frame} by reference {reference + 1}"] * (reference >= 0)
         shown += f"<p class='frames' role='img' aria-label='{', '.join(texts)}'>{boxes}</p>"
-    legend = "numbers are references, striped frames are regenerated in part, dots are noise."
-    return f"{shown}<p>Latent frames of the video: {legend}</p>"
+    legend = "numbers are references, stripes are regenerated in part, dots are noise"
+    return f"{shown}<p>Latent frames: {legend}.</p>"
 
 
 def videos(runs: Mapping[str, Path]) -> str:

@@ -58,6 +58,7 @@ from opensora_sp.models.base import ConditionedModel
 from .trainable import LoraRun, ShardedEma
 
 logger = logging.getLogger(__name__)
+RESUME = "resume from the last good checkpoint with --resume auto"
 
 
 @dataclass
@@ -195,25 +196,8 @@ class Checkpoints:
         if names:
             raise ValueError(
                 f"got NaN or infinity in {', '.join(names[:3])} after step {step}; expected "
-                f"numbers, so this checkpoint is not saved; {self.advice()}"
+                f"numbers, so this checkpoint is not saved; {RESUME}"
             )
-
-    def advice(self) -> str:
-        """Where to resume after numbers that are not finite. Collective.
-
-        Rank 0 reads the checkpoints of the run, the newest first, up to one that is whole.
-        """
-        self.wait()
-        text = [""]
-        with on_rank_0("verifying checkpoints") as is_rank_0:
-            if is_rank_0:
-                good = find_good(self.run_dir).checkpoint
-                last_good = f"the last good checkpoint, {good}, with --resume auto"
-                text = [f"resume from {last_good if good else 'the beginning'}"]
-
-        if dist.is_initialized():
-            dist.broadcast_object_list(text, src=0)
-        return text[0]
 
     def wait(self) -> None:
         """Wait for a save in the background; raises its error on every rank."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,50 +171,42 @@ CURVES: dict[str, Lines] = {
 BY_TIMESTEP = "held-out loss by timestep"
 
 
-@dataclass(frozen=True)
-class Plot:
-    """Rows (line, x, smoothed, its decimal logarithm or None, measured); colors by line."""
-
-    rows: list[tuple[str, float, float, float | None, float]]
-    colors: dict[str, str]
-    legend: list[str]
-
-    def add(self, line: Line, color: str, smoothing: float) -> None:
-        """Draw a line, smoothed without the bias of averages towards their start at 0."""
-        points = [(x, y) for x, y in line.points if y is not None]
-        if not points:
-            return
-        self.colors[line.label] = color + FAINT * line.is_faint
-        if not line.is_faint:
-            self.legend.append(line.label)
-        average = weight = 0.0
-        for x, y in points:
-            average = smoothing * average + (1 - smoothing) * y
-            weight = smoothing * weight + (1 - smoothing)
-            smooth = average / weight
-            logarithm = math.log10(smooth) if smooth > 0 else None
-            self.rows.append((line.label, x, smooth, logarithm, y))
-
-
-def plot(title: str, runs: Mapping[str, Path], *, smoothing: float) -> Plot:
-    """One of ``CURVES`` for runs by their names.
+def traces(title: str, runs: Mapping[str, Path], *, smoothing: float) -> list[dict[str, Any]]:
+    """The lines of one of ``CURVES``, for runs by their names, as Plotly's JSON has them.
 
     Args:
         smoothing: weight of the past in the exponential moving average over steps, 0 for none; what
             was measured is then drawn faintly.
     """
-    drawn = Plot([], {}, [])
+    drawn = list[dict[str, Any]]()
     for number, (name, run) in enumerate(runs.items()):
         color, lines = COLORS[number % len(COLORS)], list[Line]()
         # A run that cannot be read is left out.
         with suppress(ValueError, OSError, TypeError, KeyError):
             lines = CURVES[title](run)
         for line in lines:
-            line = replace(line, label=name + line.label)
-            if line.is_faint or title.startswith("held-out") or smoothing == 0:
-                drawn.add(line, color, 0.0)
-                continue
-            measured = replace(line, label=f"{line.label}, measured", is_faint=True)
-            drawn.add(measured, color, 0.0)
-            drawn.add(line, color, smoothing)
+            is_smoothed = smoothing > 0 and not (line.is_faint or title.startswith("held-out"))
+            if is_smoothed:
+                measured = Line(f"{line.label}, measured", line.points, is_faint=True)
+                drawn += _traces(name, measured, color, 0.0)
+            drawn += _traces(name, line, color, smoothing if is_smoothed else 0.0)
     return drawn
+
+
+def _traces(run: str, line: Line, color: str, smoothing: float) -> list[dict[str, Any]]:
+    """A line, if it has points, smoothed without the bias of averages towards their start at 0."""
+    points = [(x, y) for x, y in line.points if y is not None]
+    if not points:
+        return []
+    means = []
+    average = weight = 0.0
+    for _, y in points:
+        average = smoothing * average + (1 - smoothing) * y
+        weight = smoothing * weight + (1 - smoothing)
+        means.append(average / weight)
+    trace: dict[str, Any] = dict(name=run + line.label, x=[x for x, _ in points], y=means)
+    # One point is no line.
+    trace["mode"] = "lines" if len(points) > 1 else "markers"
+    trace |= dict(line={"color": color + FAINT * line.is_faint}, marker={"color": color})
+    # A run's faint lines are hidden and shown with it.
+    return [trace | dict(legendgroup=run, showlegend=not line.is_faint)]

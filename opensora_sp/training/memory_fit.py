@@ -158,9 +158,6 @@ class ActivationBudget:
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
         buckets: names of the buckets with clips in some epoch; None for all.
         options: of sequence parallelism, as the model runs with them.
-
-    Raises:
-        ValueError: on all ranks, if a bucket's batches take more of a host's memory than one has.
     """
 
     def __init__(
@@ -180,13 +177,9 @@ class ActivationBudget:
             module.set_grad_checkpoint(cfg.grad_checkpoint)
             return
 
-        # Of each process, before it pins any.
-        available = _smallest(_share_of_host(psutil.virtual_memory().available), device)
         self._run = estimator_of(cfg, mesh, device, reserved, options)
         names = [name for name in batches_by_name(cfg) if buckets is None or name in buckets]
         self._planned = self._plan(names)
-        for bucket in self._planned:
-            check_host(bucket, available)
 
     def set_levels_for(self, latents: torch.Size) -> None:
         """Set the levels of recomputation for a batch of the mesh's current group.
@@ -237,17 +230,6 @@ def buckets_with_clips(plan: BatchPlan) -> set[str] | None:
     return plan.buckets_with_clips if isinstance(plan, BucketPlan) else None
 
 
-def check_host(planned: BucketLevels, available: float) -> None:
-    """Raise ValueError if a process pins more bytes than a host has available for it."""
-    if planned.pinned > available:
-        raise ValueError(
-            f"got batches of {planned.name} that fit a GPU only with {planned.pinned / 1e9:.3f} GB "
-            "of inputs of blocks in the host's memory for each process; expected at most "
-            f"{available / 1e9:.3f} GB, a process's part of the free memory of the smallest "
-            "host; raise sp_size, start fewer processes on a host, or take smaller batches"
-        )
-
-
 # Memory
 
 
@@ -283,12 +265,9 @@ def memory_of(device: torch.device) -> float:
     """Bytes of a GPU; on CPU this process's part of the host's."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return _share_of_host(psutil.virtual_memory().total)
-
-
-def _share_of_host(memory: int) -> float:
-    """This process's part of its host's memory; ranks without a launcher may be on any host."""
-    return memory / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    # Ranks without a launcher may be on any host.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return float(psutil.virtual_memory().total / ranks)
 
 
 def _smallest(memory: float, device: torch.device) -> float:

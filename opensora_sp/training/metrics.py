@@ -9,7 +9,6 @@ import errno
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
@@ -273,49 +272,27 @@ def running_mean(losses: np.ndarray) -> np.ndarray:
 
 
 def draw_loss(run_dir: Path) -> None:
-    """Draw ``loss.png``: the training loss, and the held-out loss of each validation."""
+    """Draw ``loss.png``: the training loss as logged (faint) and its running mean, and the held-out
+    loss of each validation."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
     axes = figure.subplots()
-    plot_loss(axes, read_metrics(run_dir), color="tab:blue", label=run_dir.name)
+    logged = [line for line in read_metrics(run_dir) if line.get("loss") is not None]
+    if logged:
+        steps, losses = ([line[key] for line in logged] for key in ("step", "loss"))
+        mean = running_mean(np.array(losses))
+        axes.plot(steps, losses, color="tab:blue", linewidth=0.8, alpha=0.3)
+        axes.plot(steps[-len(mean) :], mean, color="tab:blue", label=run_dir.name)
     validations = read_validations(run_dir)
     if validations:
         steps, losses = ([line[key] for line in validations] for key in ("step", "loss"))
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="held-out")
+    axes.set(xlabel="optimizer step", ylabel="loss")
+    axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
     figure.savefig(run_dir / "loss.png")
-
-
-def plot_loss(axes: Any, lines: list[dict[str, Any]], *, color: str, label: str) -> None:
-    """Draw the loss as logged (a faint curve) and its running mean (a strong one)."""
-    logged = [line for line in lines if line.get("loss") is not None]
-    if not logged:
-        return
-    steps, losses = (np.array([line[key] for line in logged]) for key in ("step", "loss"))
-    mean = running_mean(losses)
-    axes.plot(steps, losses, color=color, linewidth=0.8, alpha=0.3)
-    axes.plot(steps[-len(mean) :], mean, color=color, label=label)
-
-    axes.set(xlabel="optimizer step", ylabel="loss")
-    axes.grid(alpha=0.3)
-
-
-class LogFile(logging.FileHandler):
-    """A file of the log; the first line that cannot be written is reported, on the terminal."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
-        self.outputs = OptionalOutputs()
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        """Called by ``logging`` while it handles an exception."""
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self.outputs.report(self.baseFilename, f"{type(error).__name__}: {error}")
-        else:
-            super().handleError(record)
 
 
 def log_to(run_dir: Path, *, enabled: bool) -> None:
@@ -325,6 +302,6 @@ def log_to(run_dir: Path, *, enabled: bool) -> None:
     LOGGER.handlers.clear()
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enabled:
-        handlers.append(LogFile(run_dir / LOG))
+        handlers.append(logging.FileHandler(run_dir / LOG, encoding="utf-8"))
     for handler in handlers:
         add_log_handler(handler, "%(asctime)s %(levelname)s %(message)s", is_main=enabled)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opensora_sp.checkpoint import check_model_config, fitted
-from opensora_sp.checkpoint.paths import checkpoint_step, had_checkpoints
+from opensora_sp.checkpoint.paths import had_checkpoints
 from opensora_sp.common.files import check_writable, read_json
 from opensora_sp.config import TrainConfig, check_launch
 from opensora_sp.data import BatchPlan, CachedFeatures
@@ -66,7 +66,7 @@ def preflight(
     check_launch(cfg, world_size)
     check_trained(cfg)
     check_optimizer(cfg)
-    check_run_dir(Path(cfg.outputs))
+    check_writable(Path(cfg.outputs))
 
     dataset = make_dataset(cfg)
     checkpoint = find_checkpoint(Path(cfg.outputs), resume) if resume else None
@@ -108,17 +108,6 @@ def preflight(
     return dataset, checkpoint
 
 
-def check_run_dir(run_dir: Path) -> None:
-    """Raise ValueError if a run or its checkpoints cannot be written in a folder."""
-    check_writable(run_dir)
-    for path in run_dir.glob("step_*"):
-        if checkpoint_step(path) is not None and not path.is_dir():
-            raise ValueError(
-                f"got {path}, which is no folder; expected checkpoints under such names; move it "
-                "away, or choose other outputs"
-            )
-
-
 def compared_clips(cfg: TrainConfig, dataset: TrainingSet) -> dict[str, str]:
     """Digests of the clips, by the name of what they summarize, which all ranks must have alike."""
     clips = by_name(dataset.fingerprint)
@@ -135,8 +124,6 @@ def check_resume(
 ) -> None:
     """Raise ValueError if resuming would change data order or draws; warn of another loss."""
     cfg, state, plan = _resumed(cfg, checkpoint, dataset)
-    # Former versions have the mean over samples, one order, and no accumulation_steps.
-    state = {"loss_weight": "sample", "batch_order": "by_cost", "accumulation_steps": 1, **state}
     if state["loss_weight"] != cfg.loss_weight:
         message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
         logger.warning(message, cfg.loss_weight, state["loss_weight"], checkpoint)

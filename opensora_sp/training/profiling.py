@@ -1,9 +1,9 @@
 """Traces of single steps with torch's profiler, in which the parts of a step have names.
 
-Hooks on the model name its parts while a trace is recorded: "embed", "spatial", "temporal"
-(forward, and again in the recomputation of checkpointing), "switch" between them, "final". The
-training loop names "data", "encode", "loss", "backward" and "optimizer". Collectives are "switch
-exchange" (forward), "switch backward", and so on by their kind.
+A hook on the model names its blocks while a trace is recorded: "spatial" and "temporal" (forward,
+and again in the recomputation of checkpointing). The training loop names "data", "encode", "loss",
+"backward" and "optimizer". Collectives are "switch exchange" (forward), "switch backward", and so
+on by their kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel.communication import listening
 
 logger = logging.getLogger(__name__)
-EMBEDDERS = re.compile(r"\w+_embedder|\w*t_block\w*|pos_embed")
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,6 @@ class StepProfiler:
 def named_regions(model: ConditionedModel) -> Iterator[None]:
     """Inside, parts of a model's forward pass and collectives have names for the profiler."""
     with ExitStack() as hooks:
-        for name, module in model.named_children():
-            if module is model.switch:
-                _name_calls("switch", module, hooks)
-            elif name == "final_layer":
-                _name_calls("final", module, hooks)
-            elif EMBEDDERS.fullmatch(name):
-                _name_calls("embed", module, hooks)
-
         # The parts between two switches alternate.
         parts = cycle(("spatial", "temporal"))
 
@@ -114,21 +105,6 @@ def named_regions(model: ConditionedModel) -> Iterator[None]:
         hooks.callback(model.segment.register_forward_pre_hook(name_part).remove)
         hooks.enter_context(listening(_exchange))
         yield
-
-
-def _name_calls(name: str, module: nn.Module, hooks: ExitStack) -> None:
-    """Make a profiler region of each call of a module, until ``hooks`` are closed."""
-    region = ExitStack()
-
-    def enter(*_: Any) -> None:
-        region.enter_context(record_function(name))
-
-    def leave(*_: Any) -> None:
-        region.close()
-
-    hooks.callback(module.register_forward_pre_hook(enter).remove)
-    # Also after an error, which would leave the region open.
-    hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
 
 
 def _exchange(kind: str, backward: bool, device: torch.device) -> AbstractContextManager[Any]:

@@ -24,7 +24,6 @@ from opensora_sp.data.loader import LoadedBatch, StepBatches
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.features.batch import Batch, BatchMaker, DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
-from opensora_sp.models.compile import reporting_compilation
 from opensora_sp.runtime.watchdog import Watchdog
 
 from .checkpointing import TrainingState
@@ -122,7 +121,7 @@ class TrainingStep:
         loss = torch.zeros((), device=self.batch_maker.device)
         for loaded in batches.loaded:
             group = loaded.group or mesh.group
-            with reporting_compilation(f"step {step}"), mesh.using(group):
+            with mesh.using(group):
                 loss += self._forward_backward(step, loaded, sizes)
         return self._update(step, loss, watch)
 
@@ -145,7 +144,7 @@ class TrainingStep:
         self.activations.set_levels_for(batch.x_t.shape)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
-            losses = self.batch_maker.flow.losses(shard, batch.noised)
+            losses = self.batch_maker.process.losses(shard, batch.noised)
             if is_idle:
                 # ZeRO reduces gradients in the order in which a backward pass yields them, so idle
                 # replicas run one.

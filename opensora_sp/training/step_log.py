@@ -31,7 +31,7 @@ from opensora_sp.parallel import CommTimer, SequenceMesh
 from opensora_sp.parallel.gpus import SHEETS, gpu_of
 from opensora_sp.planner.seconds import ModelFlops
 
-from .checkpointing import Checkpoints
+from .checkpointing import RESUME
 from .metrics import Reporter
 from .step import StepResult
 
@@ -87,9 +87,6 @@ class Meter:
         """
         world_size = dist.get_world_size()
         communicated = self.timer.take()
-        if world_size == 1:
-            # Collectives of a single process wait for nobody: their time is overhead of the calls.
-            communicated = 0.0
         # Fractions of this rank's time: ranks may finish writing a checkpoint at different times.
         shares = [waited / seconds, communicated / seconds]
         numbers = [self._work, *shares, peak_memory(self.device)]
@@ -176,7 +173,6 @@ class StepLog:
     loader: StepLoader
     corrupt: CorruptSamples
     optimizer: Any
-    checkpoints: Checkpoints
     skipped: int = 0
     skipped_in_a_row: int = 0
 
@@ -215,7 +211,7 @@ class StepLog:
             raise ValueError(
                 f"got no finite loss and gradient in {self.skipped_in_a_row} steps in a row, up to "
                 f"step {result.step} (max_bad_steps); expected numbers; lower optimizer.lr or set "
-                f"grad_clip, and {self.checkpoints.advice()}"
+                f"grad_clip, and {RESUME}"
             )
 
     def write(self, reporter: Reporter, done: int) -> None:

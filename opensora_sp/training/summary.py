@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,15 @@ import torch
 import torch.distributed as dist
 
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
-from opensora_sp.config import InferenceConfig, TrainConfig, dump_config, unused_settings
+from opensora_sp.config import InferenceConfig, TrainConfig, dump_config
 from opensora_sp.config.common import Common
 from opensora_sp.config.learning_rate import describe_schedule
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import BatchPlan, Manifest
-from opensora_sp.encoders import planned_latent_size
 from opensora_sp.features.build import TrainingSet
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.models.base import ConditionedModel
-from opensora_sp.parallel import CommLedger, Options, SequenceMesh
-from opensora_sp.parallel.batch_shape import BatchShape
+from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.parallel.rank_groups import group_sizes
-from opensora_sp.parallel.strategies import strategy_for, with_chunks
 
 from .checkpointing import TrainingState
 from .metrics import read_validations
@@ -42,15 +38,10 @@ SAMPLING = "sample.py"
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The parts of a run that its summary describes.
-
-    Attributes:
-        options: of sequence parallelism.
-    """
+    """The parts of a run that its summary describes."""
 
     cfg: TrainConfig
     mesh: SequenceMesh
-    options: Options
     tensors: TrainingState
     dataset: TrainingSet
     plan: BatchPlan
@@ -93,13 +84,7 @@ def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
         message = "LoRA of rank %d in %d layers: %.1f M trained parameters, on the weights of %s"
         logger.info(message, lora.rank, len(lora.layers), trained / 1e6, lora.base.name)
 
-    # Settings without effect are a frequent mistake.
-    unused = unused_settings(cfg, max(group_sizes(mesh.family)))
-    exchanges = describe_exchanges(cfg, mesh, module, run.options)
-    for line in [*describe_schedule(cfg), *exchanges, *unused]:
-        logger.info("%s", line)
-
-    for line in plan.describe(start):
+    for line in [*describe_schedule(cfg), *plan.describe(start)]:
         logger.info("%s", line)
     if not any(run.dataset.rows.texts):
         logger.warning(
@@ -107,33 +92,6 @@ def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
             "manifest with opensora-sp index --captions FILE",
             len(run.dataset),
         )
-
-
-def describe_exchanges(
-    cfg: TrainConfig, mesh: SequenceMesh, module: ConditionedModel, options: Options
-) -> list[str]:
-    """For each degree, how ranks share the largest batches; nothing on one rank to a batch."""
-    config: Any = module.config
-    latent_size = planned_latent_size(cfg.vae, cfg.num_frames, *cfg.size)
-    shape = BatchShape.of(config, cfg.batch_size, latent_size)
-    lines: list[str] = []
-
-    for degree in group_sizes(mesh.family):
-        if degree == 1:
-            continue
-        # Groups of a fixed degree may span nodes that are larger than the degree.
-        spans_nodes = mesh.spans_nodes if degree == mesh.sp_size else degree > mesh.ranks_per_node
-        in_group = replace(options, spans_nodes=spans_nodes)
-
-        strategy = strategy_for(shape, in_group, degree)
-        element_size = module.dtype.itemsize
-        chunks = with_chunks(in_group, shape, degree, element_size=element_size).num_chunks
-        pieces = "one piece" if chunks == 1 else f"{chunks} chunks"
-        setting = f"overlap_chunks={options.overlap_chunks!r}"
-        lines.append(
-            f"{degree} ranks share a batch by {strategy.label!r}, exchanges in {pieces} ({setting})"
-        )
-    return lines
 
 
 def write_sampling_config(cfg: TrainConfig, run_dir: Path, clips: Manifest) -> None:

@@ -16,7 +16,7 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
 from opensora_sp.data.sampler import RankBatches
-from opensora_sp.device_verification import choose_attention, choose_kernels, warn_of_changes
+from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.build import (
     GroupSeconds,
@@ -95,7 +95,6 @@ class Trainer:
 
         self._build_boosted_model(cfg)
         state = self._restore(cfg, checkpoint)
-        warn_of_changes(state.get("kernels"), self.kernels)
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
 
@@ -206,7 +205,6 @@ class Trainer:
             "next_micro_batch": done * self.plan.micro_batches_per_step,
             "next_lr": learning_rate(self.cfg, done),
             "skipped_steps": self.log.skipped,
-            "kernels": self.kernels,
             "config": self.cfg.model_dump(mode="json"),
         }
 
@@ -227,7 +225,7 @@ class Trainer:
         self.module = self._build_model(cfg)
         dtype = DTYPES[cfg.precision]
         # Kernels are verified on this device before the model is cast and wrapped.
-        self.kernels = choose_kernels(cfg.kernels, self.module, dtype=dtype, device=self.device)
+        choose_kernels(cfg.kernels, self.module, dtype=dtype, device=self.device)
         choose_attention(cfg, self.module, dtype=dtype, device=self.device)
         if cfg.compile == "blocks":
             compile_blocks(self.module)
@@ -269,7 +267,7 @@ class Trainer:
             mesh, self.module, dataset, plan, self.source, corrupt, self.device, whole=whole
         )
         self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
-        self.batches = BatchMaker(cfg, self.device)
+        self.batch_maker = BatchMaker(cfg, self.device)
 
         self.rank_batches = self._make_rank_batches()
         self.loader = StepLoader(
@@ -317,7 +315,7 @@ class Trainer:
             self.tensors,
             self.encoder,
             self.draws,
-            self.batches,
+            self.batch_maker,
             ActivationBudget(cfg, module, mesh, device, self.reserved, buckets, self.options),
             meter.count,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
@@ -329,7 +327,7 @@ class Trainer:
             from .validation import Validator
 
             self.validator = Validator(
-                cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batches
+                cfg, mesh, self.model, self.tensors, self.encoders_of_videos, self.batch_maker
             )
         self.checkpoints = Checkpoints(
             Path(cfg.outputs),
@@ -345,10 +343,9 @@ class Trainer:
             self.loader,
             self.corrupt,
             self.optimizer,
-            self.checkpoints,
             self.skipped,
         )
-        self.setup = RunSetup(cfg, mesh, self.options, self.tensors, self.dataset, self.plan)
+        self.setup = RunSetup(cfg, mesh, self.tensors, self.dataset, self.plan)
 
 
 def encoders_of_validation(

@@ -21,7 +21,6 @@ PACKAGES = (
     "sampling",
     "integrations.diffusers",
     "device_verification",
-    "runtime.doctor.device",
 )
 INTRODUCTION = """\
 # Python API

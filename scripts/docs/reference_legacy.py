@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opensora_sp.config.open_sora import REFUSED, RULES, WITHOUT_EFFECT, Rule
+from opensora_sp.config.open_sora import OFF_HERE, RULES, WITHOUT_EFFECT, Rule
 
 INTRODUCTION = """\
 # Open-Sora's config keys
@@ -30,7 +30,7 @@ def table() -> str:
         lines.append(f"| `{rule.old}` | {RUNS[rule.run]} | {_result(rule)} | {rule.note} |")
     for run, keys in WITHOUT_EFFECT.items():
         lines += [f"| `{key}` | {RUNS[run]} | no effect | |" for key in keys]
-    lines += [f"| `{key}` | both | refused: {instead} | |" for key, instead in REFUSED.items()]
+    lines += [f"| `{key}` | both | no effect if it is off, else refused | |" for key in OFF_HERE]
     return "\n".join(lines) + "\n"
 
 

@@ -55,7 +55,7 @@ def take(browser: Any, address: str, args: argparse.Namespace) -> None:
     page.screenshot(path=args.into / "studio.png", full_page=True)
 
     page.get_by_role("tab", name="Runs").click()
-    page.locator("svg.marks").nth(5).wait_for()
+    page.locator(".js-plotly-plot").nth(5).wait_for()
     page.wait_for_timeout(1000)
     page.screenshot(path=args.into / "studio_runs.png", full_page=True)
 

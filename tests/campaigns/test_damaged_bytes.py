@@ -1,9 +1,8 @@
 """Damaged bytes: bits flipped, blocks zeroed, files cut, extended, swapped or removed.
 
-Each trial damages files of a run's checkpoints, of a Booster's folders, of a feature cache or of a
-manifest. What was written is either read as it was, or refused with the file's name. Nothing else
-may change: no weight, and no file but for the rename to ``*.damaged``. The start after it does the
-same.
+Each trial damages files of a run's checkpoints. What was written is either read as it was, or
+refused with the file's name. Nothing else may change: no file but for the rename to ``*.damaged``.
+The start after it does the same.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from damage import KINDS, content, damage
 from ranks import run_ranks
@@ -31,12 +28,10 @@ from runs import write_training
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import checkpoint_name, verify
 from opensora_sp.config import load_train_config
-from opensora_sp.data import CachedClip, CachedFeatures, Manifest, Sample
-from opensora_sp.features.same_clips import agree_on_clips, by_name, changes
 from opensora_sp.training.checkpointing import choose_checkpoint, find_checkpoint
 
 pytestmark = pytest.mark.campaign(
-    bar="refused before anything changes, the file named; so does the next start", size=500
+    bar="refused before anything changes, the file named; so does the next start", size=400
 )
 
 RANKS, STEPS = 2, (1, 2, 3)
@@ -51,17 +46,11 @@ CHECKPOINT_FILES = (
     "ema/config.json",
     "ema/model.safetensors",
 )
-BOOSTER_FOLDERS = ("model", "optimizer")
-CACHE_FILES = ("index.json", "clips.jsonl", "shard-000000.safetensors", "shard-000001.safetensors")
-SUFFIXES = ("csv", "jsonl", "parquet")
 # Cases of each file, and trials of each kind in a case.
-PARTS, TRIALS = 2, 3
+PARTS, TRIALS = 3, 3
 SAMPLE = (
     "checkpoint COMMIT 0",
     "checkpoint optimizer.safetensors 0",
-    "booster model 0",
-    "cache shard-000001.safetensors 0",
-    "manifest jsonl 0",
 )
 TINY = ["model.depth=1", "batch_size=1", "num_frames=2", "image_size=(16, 16)", "ckpt_every=1"]
 
@@ -85,15 +74,10 @@ class Trial:
 
 
 def cases(random: Random) -> list[Case]:
-    targets = [("checkpoint", file) for file in CHECKPOINT_FILES]
-    targets += [("booster", folder) for folder in BOOSTER_FOLDERS]
-    targets += [("cache", file) for file in CACHE_FILES]
-    targets += [("manifest", suffix) for suffix in SUFFIXES]
-
     found = []
-    for (target, file), part in product(targets, range(PARTS)):
+    for file, part in product(CHECKPOINT_FILES, range(PARTS)):
         trials = draw_trials(random, file)
-        found.append(Case(f"{target} {file} {part}", (target, trials), trials=len(trials)))
+        found.append(Case(f"checkpoint {file} {part}", (trials,), trials=len(trials)))
     return with_sample(found, SAMPLE)
 
 
@@ -297,285 +281,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# What a Booster has saved.
-
-
-def start_booster(place: Path, trials: list[Trial]) -> None:
-    """Load damaged copies of sharded folders into a model. Called by all ranks."""
-    from plugin_cases import make_model
-
-    from opensora_sp.plugin import SequenceParallelPlugin
-    from opensora_sp.plugin._colossalai import Booster
-
-    booster = Booster(plugin=SequenceParallelPlugin(sp_size=RANKS, stage=1, precision="fp32"))
-    bare = make_model()
-    model, optimizer, *_ = booster.boost(bare, torch.optim.AdamW(bare.parameters(), lr=1e-3))
-    shards = optimizer.shards
-    for name, master in shards.master_weights.items():
-        moments = {"exp_avg": torch.zeros(shards.working[name].shape), "step": torch.tensor(3.0)}
-        shards.set_state(name, {**moments, "exp_avg_sq": moments["exp_avg"] + 1})
-        master.add_(1)
-    folders = {"model": place / "model", "optimizer": place / "optimizer"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        booster.save_model(model, str(folders["model"]), shard=True, size_per_shard=0.02)
-        booster.save_optimizer(optimizer, str(folders["optimizer"]), shard=True, size_per_shard=1)
-    saved = state_of(shards)
-
-    for number, trial in enumerate(trials):
-        check_load(booster, model, optimizer, saved, folders, place / str(number), trial)
-
-
-def state_of(shards: Any) -> dict[str, torch.Tensor]:
-    """Copies of this rank's master weights and moments."""
-    found = {name: master.clone() for name, master in shards.master_weights.items()}
-    for name, state in shards.states().items():
-        for kind, value in state.items():
-            found[f"{kind}/{name}"] = torch.as_tensor(value).clone()
-    return found
-
-
-def check_load(
-    booster: Any,
-    model: Any,
-    optimizer: Any,
-    saved: dict[str, torch.Tensor],
-    folders: dict[str, Path],
-    place: Path,
-    trial: Trial,
-) -> None:
-    """Load a damaged copy twice: the saved state, or an error that has changed no weight."""
-    if dist.get_rank() == 0:
-        shutil.copytree(folders[trial.file], place)
-        random = Random(trial.seed)
-        files = sorted(place.iterdir())
-        damage(random.choice(files), trial.kind, random, random.choice(files))
-    dist.barrier()
-    written, damaged = content(folders[trial.file]), content(place)
-    changed = [name for name in written if damaged.get(name) != written[name]]
-
-    for _ in range(2):
-        # No number is the saved one.
-        for name, tensor in live_tensors(optimizer.shards).items():
-            tensor.copy_(saved[name] + 7)
-        before, error = state_of(optimizer.shards), ""
-        try:
-            if trial.file == "model":
-                booster.load_model(model, str(place))
-            else:
-                booster.load_optimizer(optimizer, str(place))
-        except ValueError as raised:
-            error = str(raised)
-
-        found = state_of(optimizer.shards)
-        loaded = [name for name in found if ("/" in name) == (trial.file == "optimizer")]
-        expected = before if error else {**before, **{name: saved[name] for name in loaded}}
-        wrong = [name for name in found if not torch.equal(found[name], expected[name])]
-        assert not wrong, f"{trial}: weights have changed, {wrong[:3]} ({error or 'no error'})"
-        assert not error or changed, f"{trial}: nothing is damaged, and yet {error}"
-        # Without an index, nothing but the folder can be named.
-        has_index = any(".index" in name for name in damaged)
-        assert not error or names_one(error, changed if has_index else [str(place)]), error
-        assert content(place) == damaged, "loading has changed files"
-
-
-def live_tensors(shards: Any) -> dict[str, torch.Tensor]:
-    """This rank's master weights and moments."""
-    found = dict(shards.master_weights)
-    for name, state in shards.states().items():
-        moments = {kind: value for kind, value in state.items() if kind != "step"}
-        found |= {f"{kind}/{name}": value for kind, value in moments.items()}
-    return found
-
-
-# Feature caches.
-
-
-def make_cache(folder: Path) -> None:
-    """A cache of two shards. Called by all ranks."""
-    from opensora_sp.features import cache_writer as module
-
-    with mock.patch.object(module, "CLIPS_PER_SHARD", 2):
-        options = ["max_steps=4", *TINY]
-        module.precompute(load_train_config(folder / "config.py", options), str(folder / "cache"))
-
-
-def read_all(folder: Path) -> list[object]:
-    """All that training reads of a cache of one shape."""
-    cache = CachedFeatures(str(folder))
-    (shape,) = cache.sizes
-    found: list[object] = [list(cache.rows), cache.fingerprint, cache.sizes]
-    for clip in range(len(cache)):
-        item = cache[Sample(clip, 0, shape)]
-        assert isinstance(item, CachedClip)
-        found += [item.latents.tolist(), item.text.tolist(), item.fps, cache.text_length(clip)]
-    return found
-
-
-def check_cache(whole: Path, place: Path, trial: Trial) -> bool:
-    """Read a damaged copy twice: what was written, or an error; whether it was one."""
-    shutil.copytree(whole, place)
-    random = Random(trial.seed)
-    others = [name for name in CACHE_FILES if (place / name).is_file()]
-    damage(place / trial.file, trial.kind, random, place / random.choice(others))
-    written, damaged = content(whole), content(place)
-    changed = [name for name in written if damaged.get(name) != written[name]]
-
-    errors = []
-    for _ in range(2):
-        try:
-            found = read_all(place)
-        except ValueError as error:
-            errors.append(str(error))
-            assert names_one(str(error), changed) and "expected" in str(error), error
-        else:
-            assert found == read_all(whole), f"{trial}: damage was read as if it were whole"
-    assert len(errors) in (0, 2) and len(set(errors)) < 2, f"starts differ: {errors}"
-    assert content(place) == damaged, "reading has changed files"
-    return bool(errors)
-
-
-def train_from_cache(folder: Path, cache: Path, outputs: Path) -> str:
-    """The error of a run from a damaged cache. Called by one rank."""
-    from opensora_sp.training.run import train
-
-    options = [f"outputs={outputs}", "max_steps=4", "sp_size=1", *TINY]
-    options += ["dataset={'type': 'CachedFeatures', 'path': " + repr(str(cache)) + "}"]
-    with pytest.raises(ValueError) as error:
-        train(load_train_config(folder / "config.py", options), resume="auto")
-    return str(error.value)
-
-
-@pytest.fixture(scope="module")
-def feature_cache(run: Path) -> Path:
-    run_ranks(1, make_cache, run)
-    assert {path.name for path in (run / "cache").iterdir()} == set(CACHE_FILES)
-    return run / "cache"
-
-
-# Manifests.
-
-
-@dataclass
-class Read:
-    """What a rank has read of its manifest: digests by column, the clips, or an error."""
-
-    columns: dict[str, str]
-    clips: list[tuple]
-    error: str = ""
-
-
-def read_manifest(path: Path) -> Read:
-    try:
-        manifest = Manifest(path)
-    except ValueError as error:
-        return Read({}, [], str(error))
-    clips = [tuple(entry[:5]) for entry in manifest]
-    # Without the folder.
-    clips = [(path.name, *numbers) for path, *numbers in clips]
-    return Read(by_name(manifest.fingerprint), clips)
-
-
-def check_manifest(whole: Path, place: Path, trial: Trial) -> None:
-    """Damage one rank's copy, or that of all ranks of a run that resumes. Called by all ranks."""
-    rank = dist.get_rank()
-    place = place / f"rank {rank}"
-    place.mkdir(parents=True)
-    file = shutil.copy(whole, place)
-    if trial.rank in (None, rank):
-        random = Random(trial.seed)
-        # In a manifest, what is swapped is the order of its first two clips.
-        damage_manifest(Path(file), trial.kind, random)
-    damaged, recorded = content(place), read_manifest(whole)
-
-    for _ in range(2):
-        read = read_manifest(Path(file))
-        assert not read.error or "got " in read.error, read.error
-        assert not read.error or names_one(read.error, [whole.name]), read.error
-        others: list[Any] = [None] * RANKS
-        dist.all_gather_object(others, read)
-        if any(one.error for one in others):
-            continue
-
-        noticed = changes(read.columns, recorded.columns)
-        assert bool(noticed) == (read.clips != recorded.clips), f"{trial}: {noticed}, {read.clips}"
-        if any(one.clips != read.clips for one in others):
-            with pytest.raises(ValueError, match="got different clips on different ranks: "):
-                agree_on_clips(read.columns)
-        else:
-            agree_on_clips(read.columns)
-    assert content(place) == damaged
-
-
-def damage_manifest(file: Path, kind: str, random: Random) -> None:
-    other = file.with_name("other")
-    other.write_bytes(write_swapped(file).read_bytes())
-    damage(file, kind, random, other)
-    other.unlink()
-    file.with_name("written" + file.suffix).unlink(missing_ok=True)
-
-
-def write_swapped(like: Path) -> Path:
-    """The clips of a manifest beside it, the first two in the other order."""
-    from opensora_sp.data import write_manifest
-
-    path = like.with_name("written" + like.suffix)
-    entries = [entry._replace(path=Path(entry.path.name)) for entry in Manifest(like)]
-    write_manifest(path, [entries[1], entries[0], *entries[2:]])
-    return path
-
-
-def check_manifests(whole: Path, place: Path, trials: list[Trial]) -> None:
-    """All trials. Called by all ranks."""
-    for number, trial in enumerate(trials):
-        check_manifest(whole, place / str(number), trial)
-
-
-@pytest.fixture(scope="module")
-def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from opensora_sp.data import Entry, write_manifest
-
-    folder = tmp_path_factory.mktemp("manifests")
-    entries = [
-        Entry(Path(f"{number}.mp4"), f"a clip, number {number}", 30 + number, 48, 64, 24.0, 0.75)
-        for number in range(12)
-    ]
-    for suffix in SUFFIXES:
-        write_manifest(folder / f"clips.{suffix}", entries)
-    return folder
-
-
 # The campaign.
 
 
 def check(request: pytest.FixtureRequest, place: Path, case: Case) -> None:
     """Run the trials of a case."""
-    target, trials = case.arguments
-    if target == "checkpoint":
-        folder = request.getfixturevalue("run")
-        resumable, *_ = run_ranks(RANKS, start_damaged, folder, place, trials)
-        check_trained_on(folder, resumable[-1])
-    elif target == "booster":
-        run_ranks(RANKS, start_booster, place, trials)
-    elif target == "manifest":
-        whole = request.getfixturevalue("manifests") / f"clips.{trials[0].file}"
-        run_ranks(RANKS, check_manifests, whole, place, trials)
-    else:
-        check_caches(request.getfixturevalue("feature_cache"), place, trials)
-
-
-def check_caches(whole: Path, place: Path, trials: list[Trial]) -> None:
-    refused = [n for n, trial in enumerate(trials) if check_cache(whole, place / str(n), trial)]
-    assert refused, "nothing was damaged"
-    # The last of them, in training.
-    damaged = place / str(refused[-1])
-    before = content(damaged)
-    outputs = place / "outputs"
-    for _ in range(2):
-        (error,) = run_ranks(1, train_from_cache, whole.parent, damaged, outputs)
-        assert trials[0].file in error, error
-    assert content(damaged) == before
-    assert not list(outputs.glob("step_*"))
+    (trials,) = case.arguments
+    folder = request.getfixturevalue("run")
+    resumable, *_ = run_ranks(RANKS, start_damaged, folder, place, trials)
+    check_trained_on(folder, resumable[-1])
 
 
 def test_damage_is_refused(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -19,14 +19,11 @@ from random import Random
 
 import pytest
 import torch.distributed as dist
-from jobs import Job, command_of
 from launched import WarmJob
 from moments import Moment
-from polling import wait_until
 from restarts import (
     EVERY,
     STEPS,
-    TINY,
     VALIDATION,
     Layout,
     Undisturbed,
@@ -41,7 +38,7 @@ from campaigns.case import Case
 pytestmark = pytest.mark.campaign(
     bar="the newest committed checkpoint is resumed, nothing is torn, no process after 15 s, and "
     "0 bits differ in the next two starts",
-    size=260,
+    size=250,
 )
 SECONDS = 15.0  # in which all processes of a run end
 
@@ -200,35 +197,16 @@ def draw(random: Random, phase: str, number: int) -> Kill:
     )
 
 
-@dataclass(frozen=True)
-class LauncherKill:
-    """A real launcher is killed so many seconds after its first rank has begun, or in step 3.
-
-    A rank of ``torchrun`` is stopped meanwhile.
-    """
-
-    launcher: str
-    seconds: float | None
-
-    @property
-    def name(self) -> str:
-        when = "in a step" if self.seconds is None else f"{self.seconds:g} s after a rank began"
-        return f"{self.launcher} {when}"
-
-
 COMMIT = Moment("rename {new}/.partial-COMMIT")
 SAMPLE = [
     Kill("save", COMMIT, "rank 0", 0),
     Kill("start", Moment(f"{TRAINER}Trainer._restore"), "rank 1", 1),
     Kill("step", Moment(f"{STEP}TrainingStep._update", number=2), "launcher", 0),
-    LauncherKill("torchrun", 0.0),
 ]
-LAUNCHED = [LauncherKill("torchrun", seconds) for seconds in (1.0, 2.0, 4.0, 8.0, None)]
-LAUNCHED += [LauncherKill("colossalai", seconds) for seconds in (1.0, 4.0, 8.0, None)]
 
 
 def cases(random: Random) -> list[Case]:
-    kills = dict.fromkeys([*SAMPLE, *LAUNCHED])
+    kills = dict.fromkeys(SAMPLE)
     for phase, size in PER_PHASE.items():
         drawn: set[Kill] = set()
         number = 0
@@ -318,45 +296,6 @@ class Scene:
             options += [f"validation.{option}" for option in [*VALIDATION, f"manifest={held}"]]
         return options
 
-    def run_launched(self, kill: LauncherKill) -> None:
-        """The same of a launcher."""
-        in_step = kill.seconds is None
-        # In a file, since colossalai run passes options on without quotes.
-        config = self.folder / "launched.py"
-        lines = [option.replace("model.depth", "model['depth']") for option in TINY]
-        config.write_text("\n".join([self.config.read_text(), *lines]))
-        job = Job(
-            self.folder,
-            config,
-            f"ckpt_every={EVERY}",
-            launcher=kill.launcher,
-            script="tests/helpers/planted_faults.py" if in_step else "scripts/train.py",
-            pause=1.0,
-        )
-        try:
-            if in_step:
-                job.until("step 3/")
-            else:
-                self._await_rank(job, kill)
-            Strike(self.outputs, self.folder / "struck", (job.process.pid,))()
-            # Copies of colossalai run wait for a signal that nobody sends.
-            job.until_gone(SECONDS, but="colossalai")
-        finally:
-            for pid in job.left():
-                os.kill(pid, signal.SIGKILL)
-            job.process.wait()
-
-    def _await_rank(self, job: Job, kill: LauncherKill) -> None:
-        def ranks() -> list[int]:
-            return [pid for pid in job.left() if command_of(pid)[1:2] == ["-u"]]
-
-        rank = wait_until(ranks, 60)[0]
-        if kill.launcher == "torchrun" and kill.seconds:
-            # Its first line starts the thread that watches the launchers.
-            wait_until(lambda: len(list(Path(f"/proc/{rank}/task").iterdir())) > 1, 60)
-            os.kill(rank, signal.SIGSTOP)
-        time.sleep(kill.seconds)
-
     def check(self, layout: Layout) -> None:
         """What was committed at the kill is left, and the next starts continue from the newest."""
         note = self.folder / "struck"
@@ -379,7 +318,6 @@ def test_every_call_exists() -> None:
 
 
 def test_a_killed_run_loses_nothing(case: Case, scene: Scene) -> None:
-    kill = case.arguments
-    is_launched = isinstance(kill, LauncherKill)
-    (scene.run_launched if is_launched else scene.run)(kill)
-    scene.check((1, 2) if is_launched else kill.layout)
+    kill: Kill = case.arguments
+    scene.run(kill)
+    scene.check(kill.layout)

@@ -86,9 +86,7 @@ class Fault:
         return LAYOUTS[self.layout][0]
 
     def config_options(self) -> list[str]:
-        # The config refuses fp16 on a CPU, where it is of no use; see ``in_half_precision``.
-        precision = "fp32" if self.precision == "fp16" else self.precision
-        limits = (f"precision={precision}", f"max_bad_steps={MAX_BAD_STEPS}")
+        limits = (f"precision={self.precision}", f"max_bad_steps={MAX_BAD_STEPS}")
         return [*SMALL, *LAYOUTS[self.layout][1], *limits, *self.options]
 
     @property
@@ -119,7 +117,7 @@ def cases(random: Random) -> list[Case]:
 
 def draw(random: Random, place: str, rank: int, layout: str, pattern: str) -> Case:
     value = random.choice(list(VALUES.values()))
-    precision = random.choice(["fp16", "bf16"] if place == "overflow" else ["fp32", "bf16"])
+    precision = random.choice(["fp32", "bf16"])
     options = (
         f"zero_stage={random.choice([1, 2])}",
         f"ckpt_every={random.choice([1, 2])}",
@@ -170,8 +168,6 @@ def start(config: Path, options: list[str], fault: Fault | None) -> Seen:
         planted.enter_context(observed(seen))
         if fault is not None and fault.rank == dist.get_rank():
             planted.enter_context(PLANTED[fault.place](fault))
-        if fault is not None and fault.precision == "fp16":
-            planted.enter_context(in_half_precision())
 
         try:
             train(load_train_config(config, options), resume="auto")
@@ -219,23 +215,6 @@ def digest_of(training_step: Any) -> str:
             tensor = torch.as_tensor(tensor).detach().cpu().contiguous()
             digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def in_half_precision() -> Iterator[None]:
-    """fp16 on a CPU, with a loss scale at which scaled losses of usual size do not overflow."""
-    from opensora_sp.plugin import SequenceParallelPlugin, plugin
-
-    plain = SequenceParallelPlugin.from_config
-
-    def from_config(cfg: Any) -> Any:
-        return plain(cfg.model_copy(update={"precision": "fp16"}))
-
-    with (
-        mock.patch.object(plugin, "_check_arguments", lambda *args: None),
-        mock.patch.object(SequenceParallelPlugin, "from_config", from_config),
-    ):
-        yield
 
 
 @contextmanager
@@ -416,8 +395,7 @@ def assert_ended_as_it_should(fault: Fault, seen: Seen) -> None:
     assert in_a_row in seen.outcome or (
         "got NaN or infinity in " in seen.outcome and f" (rank {fault.rank})" in seen.outcome
     ), seen.outcome
-    advice = f"resume from the last good checkpoint, {seen.kept[-1]}, with --resume auto"
-    assert advice in seen.outcome, seen
+    assert "resume from the last good checkpoint with --resume auto" in seen.outcome, seen
     # What was saved before the fault is not rotated away.
     assert any(int(path.name.removeprefix("step_")) < FIRST for path in seen.kept), seen
 
@@ -440,8 +418,7 @@ def assert_good_to_the_end(ground: Ground, fault: Fault, run_dir: Path) -> None:
     assert last.name == f"step_{STEPS + 1:08d}"
     state = json.loads((last / "state.json").read_text())
 
-    # fp16 is planted in the first start alone.
-    if state["skipped_steps"] == 0 and fault.precision != "fp16":
+    if state["skipped_steps"] == 0:
         assert digests(last) == digests(ground.whole(fault) / last.name)
     if not fault.ends_the_run:
         assert state["skipped_steps"] == len(fault.steps)

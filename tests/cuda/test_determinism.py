@@ -10,10 +10,9 @@ import os
 
 import pytest
 import torch
-from cuda_stub import Recording, phase, requires_stub, run_on_stub
+from cuda_stub import requires_stub, run_on_stub
 
 from opensora_sp.models import build_model
-from opensora_sp.models.attention import attention
 from opensora_sp.models.conditions import Text
 from opensora_sp.training.run import use_deterministic_kernels
 
@@ -39,54 +38,6 @@ def test_what_is_set_before_a_run() -> None:
     )
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("NCCL_ALGO", "NVLS"), ("NCCL_ALGO", "Tree"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")],
-)
-def test_an_environment_that_asks_for_something_else(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ValueError, match=f"got {name}={value} in the environment .*; expected one of .*; unset it"
-    ):
-        use_deterministic_kernels()
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def on_attention_backward(deterministic: bool) -> None:
-    if deterministic:
-        use_deterministic_kernels()
-    q, k, v = (
-        torch.zeros(2, 1024, 16, 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
-    out = attention(q, k, v)
-    grad = torch.ones_like(out)
-    phase("backward")
-    out.backward(grad)
-
-
-def grid_of(recording: Recording, kernel: str) -> tuple[int, int, int]:
-    (grid,) = {launch.grid for launch in recording.launches if kernel in launch.name}
-    return grid
-
-
-@requires_stub
-def test_attention_adds_the_gradients_of_queries_in_order() -> None:
-    """FlashAttention-2 starts as many groups of blocks as fill the device, each with its own dq."""
-    atomics, ordered = (run_on_stub(on_attention_backward, flag) for flag in (False, True))
-
-    assert grid_of(atomics, "flash_bwd_dq_dk_dv")[0] == 1024 // 128
-    groups = grid_of(ordered, "flash_bwd_dq_dk_dv")[0]
-    assert groups == -(-132 // (2 * 16))
-    one_copy = 2 * 1024 * 16 * 96 * 4  # fp32, heads of 72 padded to 96
-    peaks = [
-        run.peak("backward").allocated - run.peak("backward").before for run in (atomics, ordered)
-    ]
-    assert peaks[1] - peaks[0] == pytest.approx((groups - 1) * one_copy, rel=0.01)
 
 
 def on_a_training_step(name: str) -> None:

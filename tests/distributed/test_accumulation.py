@@ -5,16 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
-import world_runs
 from exact_runs import (
     DECAY,
     OF_EACH_STEP,
@@ -27,10 +20,7 @@ from safetensors.torch import load_file
 
 from opensora_sp.config import load_train_config
 from opensora_sp.features.build import micro_batches_of_step
-from opensora_sp.parallel.communication import listening
 from opensora_sp.plugin import SequenceParallelPlugin
-from opensora_sp.training import trainer
-from opensora_sp.training.step import TrainingStep
 
 STEPS = 2
 OPTIONS = [
@@ -40,45 +30,6 @@ OPTIONS = [
     "batch_size=3",  # on two ranks: whole samples would leave nothing to exchange
     "grad_checkpoint=False",
 ]
-
-
-def passes_and_reductions(config: Path, runs: list[tuple[int, list[str], None]]) -> list[str]:
-    """What this rank does in the steps of some runs, in order."""
-    done: list[str] = []
-
-    @contextmanager
-    def heard(kind: str, backward: bool, device: torch.device) -> Iterator[None]:
-        if kind == "zero" and backward:
-            done.append("reduction")
-        yield
-
-    class Recorded(TrainingStep):
-        def _forward_backward(self, *args: Any) -> torch.Tensor:
-            done.append("pass")
-            return super()._forward_backward(*args)
-
-        def _update(self, *args: Any) -> Any:
-            done.append("update")
-            return super()._update(*args)
-
-    with listening(heard), mock.patch.object(trainer, "TrainingStep", Recorded):
-        world_runs.train_in_worlds(config, runs)
-    return done
-
-
-@pytest.mark.slow
-def test_gradients_are_reduced_once_a_step(config: Path, tmp_path: Path) -> None:
-    """Not after each micro-batch, as ColossalAI does where the same number is set as a step's."""
-    ways = {
-        "accumulation_steps=3": [*["pass"] * 3, "update", "reduction"],
-        "micro_batches_per_step=3": [*["pass", "reduction"] * 3, "update"],
-    }
-    runs, wanted = [], list[str]()
-    for stage, (option, of_step) in product((1, 2), ways.items()):
-        own = [option, f"zero_stage={stage}", f"outputs={tmp_path / f'{len(runs)}'}"]
-        runs.append((2, [*OPTIONS, "sp_size=2", f"ckpt_every={STEPS}", *own], None))
-        wanted += of_step * STEPS
-    assert run_ranks(2, passes_and_reductions, config, runs) == [wanted] * 2
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,12 +38,9 @@ def run(folder: Path, script: str, *arguments: str | Path, ranks: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "own"), [(WORLD, "action_size=3,"), (STREET, STREET_OPTIONS)], ids=["world", "street"]
-)
-def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) -> None:
+def test_training_and_sampling_by_config(tmp_path: Path) -> None:
     """The losses of two ranks that share batches are those of one; the files matter; it resumes."""
-    manifest = write_derived(tmp_path, name, own)
+    manifest = write_derived(tmp_path, WORLD, "action_size=3,")
     validation = f"validation=dict(every=2, manifest={str(manifest)!r}, bins=2)"
 
     def train(outputs: str, steps: int, sp_size: int, *more: str) -> list[float]:
@@ -93,15 +88,6 @@ def test_training_and_sampling_by_config(tmp_path: Path, name: str, own: str) ->
     found = [one["mean"] for one in bucket["bins"]]
     assert json.loads(lines[-1])["step"] == 2
     np.testing.assert_allclose(found, json.loads(lines[-1])["loss_by_bin"], rtol=1e-4)
-
-    verdict = subprocess.run(
-        [BIN / "opensora-sp", "verify", tmp_path / "train.py", "--depth", "1"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert verdict.returncode == 0 and "equal (allowed" in verdict.stdout, verdict.stderr
 
     for path in first:
         np.save(path, np.load(path) + 2)

@@ -269,42 +269,12 @@ def sums_are_fp32_and_reduced_once(stage: int) -> None:
     optimizer.zero_grad()
 
 
-def is_the_other_way_to_accumulate(stage: int) -> None:
-    """With equal work and a world of two, both ways give the same bits in fp32."""
-    found = []
-    for locally in (False, True):
-        module, _, _, optimizer = numbers(stage, "fp32", accumulate_locally=locally, max_norm=2.0)
-        assert optimizer.is_fused
-        for step in range(3):
-            for part in range(2):
-                optimizer.backward(module.loss(1.0 + step + part + dist.get_rank()))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(everything(optimizer))
-    assert_equal(*found)
-
-
-def pieces_do_not_matter() -> None:
-    from opensora_sp.plugin.local_gradients import LocalGradients
-
-    found = []
-    for max_elements in (1, 7, 10**6):
-        parameters = list(Numbers())
-        local = LocalGradients(parameters)
-        for number, parameter in enumerate(parameters):
-            local.add(parameter, parameter.detach() * (1 + number + dist.get_rank()))
-        found.append(torch.cat(local.reduce(max_elements)))
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
-
-
 def behaviour() -> None:
     for stage in (1, 2):
         for precision in ("fp32", "bf16", "fp16"):
             for fused in (None, False):
                 one_rank_skips_for_all(stage, precision, fused)
         sums_are_fp32_and_reduced_once(stage)
-        is_the_other_way_to_accumulate(stage)
-    pieces_do_not_matter()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from parity_cases import DEPTH, FULL, Case, assert_one_process_result
 from plugin_cases import GLOBAL_BATCH, STEPS, make_batch, make_model
 from random_weights import draw_weights
 from ranks import run_ranks
-from runs import BIN, TRAIN, losses, run_forked, write_random_model, write_toy_set
+from runs import BIN, TRAIN, run_forked, write_random_model, write_toy_set
 from safetensors.torch import load_file, save_file
 from torch import nn
 from worlds import in_worlds
@@ -130,9 +130,9 @@ def some_ways() -> None:
 
 
 def all_ways() -> None:
-    in_worlds(in_parallel, [(2, (WAYS,)), (3, (WAYS,))])
-    # Each compiles for a minute: with recomputation and overlap, and with neither.
-    in_worlds(in_parallel, [(2, (WAYS[1:2], True)), (3, (WAYS[:1], True))])
+    in_worlds(in_parallel, [(3, (WAYS,))])
+    # Compiles for a minute.
+    in_worlds(in_parallel, [(2, (WAYS[:1], True))])
     cases = [(2, False, 2), (1, False, 2), (2, True, 2), (2, False, 1)]
     in_worlds(boosted, [(2, case) for case in cases])
     in_worlds(boosted, [(3, (stage, False, 3)) for stage in (1, 2)])
@@ -214,17 +214,6 @@ def test_a_run_saves_its_adapters_alone_and_resumes_bit_by_bit(
     again = tensors(resumed / "step_00000004")
     assert again.keys() == found.keys()
     assert all(torch.equal(again[name], found[name]) for name in found)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_on_another_number_of_processes(folder: Path, tmp_path: Path) -> None:
-    resumed = two_steps_of(folder / "run", tmp_path / "run")
-    train(folder, resumed, "sp_size=3", "--resume=auto", ranks=3)
-    wanted = tensors(folder / "run" / "step_00000004")
-    for name, tensor in tensors(resumed / "step_00000004").items():
-        scale = float(wanted[name].abs().max()) + 1e-6
-        assert float((tensor - wanted[name]).abs().max()) <= 2e-3 * scale, name
-    torch.testing.assert_close(losses(resumed), losses(folder / "run"), rtol=1e-4, atol=0)
 
 
 def sample(folder: Path, outputs: Path, ckpt: Path, *more: str) -> dict[str, Any]:

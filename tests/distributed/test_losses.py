@@ -86,7 +86,7 @@ def step(case: Case, process, mesh: SequenceMesh | None) -> Step:
     for gradient in gradients.values():
         dist.all_reduce(gradient)
         gradient /= mesh.sp_size
-    return losses, gradients, shard.layout.count
+    return losses, gradients, shard.rows.count
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +202,6 @@ def test_clips_of_different_sizes_have_the_losses_that_they_have_alone(process) 
     torch.testing.assert_close(process.losses(shard, replace(noised, video_mask=None)), losses)
 
 
-@pytest.mark.parametrize("eta", [-0.1, 1.1])
-def test_more_noise_than_a_step_holds_is_refused(eta: float) -> None:
-    with pytest.raises(ValueError, match=f"got ddim_eta {eta}; expected 0 .* to 1"):
-        IDDPM(sampler="ddim", ddim_eta=eta)
-
-
 @pytest.mark.parametrize("x_mask", [False, True])
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda p: type(p).__name__)
 def test_predictions_for_padding_and_conditioning_frames_do_not_count(
@@ -219,7 +213,7 @@ def test_predictions_for_padding_and_conditioning_frames_do_not_count(
     noised = noised_batch(case, process, inputs)
     shard = parallelize(make_model(case), SequenceMesh(1))(**inputs, output="shards")
     counts = torch.ones(2, 5) if noised.x_mask is None else noised.x_mask
-    counted = shard.layout.slice(counts).bool()  # [R, L, V]; beyond the border zero
+    counted = shard.rows.slice(counts).bool()  # [R, L, V]; beyond the border zero
 
     assert 0 < counted.sum() < counted.numel()
     losses = []
@@ -230,7 +224,7 @@ def test_predictions_for_padding_and_conditioning_frames_do_not_count(
             .masked_fill(~counted[..., None], outside)
         )
         tensor = tensor.flatten(-2).requires_grad_()
-        losses.append(process.losses(Shard(tensor, shard.layout), noised))
+        losses.append(process.losses(Shard(tensor, shard.rows), noised))
         losses[-1].sum().backward()
         gradient = tensor.grad.unflatten(-1, (counted.shape[-1], -1))
         assert (

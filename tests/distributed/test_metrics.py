@@ -245,23 +245,6 @@ def test_the_plot_of_losses_has_validations(
     assert heldout.get_xydata().tolist() == [[10, 1.25], [20, 1.21]]
 
 
-def test_a_single_process_waits_for_no_other() -> None:
-    """Its collectives take time in calls, and there is nobody to wait for."""
-    ((numbers, by_rank),) = run_ranks(1, measured_alone)
-    assert "communication" not in numbers and by_rank == [0.0]
-
-
-def measured_alone() -> tuple[dict[str, float], list[float]]:
-    model = build_model("STDiT3", **TINY)
-    cpu = torch.device("cpu")
-    meter = Meter(model, cpu, mesh=SequenceMesh(), peak_tflops=None)
-    with meter.timer:
-        for _ in range(100):
-            dist.all_reduce(torch.zeros(1 << 16))
-    numbers = meter.measure(waited=0.0, steps=1, seconds=0.01, left=0)
-    return numbers, meter.by_rank["communication"]
-
-
 def regions(path: Path) -> Counter[str]:
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
@@ -274,19 +257,13 @@ def test_traces_name_the_parts_of_a_step(trained: Path) -> None:
     for rank in range(2):
         found = regions(trained / f"profile/steps_3-4.rank{rank}.json.gz")
         assert found["spatial"] == found["temporal"] == 2 * 2 * 2 * 2  # forward and recompute
-        assert found["switch"] == found["switch exchange"] == found["switch backward"] == 2 * 2 * 3
-        assert (
-            found["loss"]
-            == found["backward"]
-            == found["data"]
-            == found["encode"]
-            == found["final"]
-            == 2 * 2
-        )
-        assert found["optimizer"] == found["zero exchange"] == 2 and found["embed"] >= 4 * 4
+        assert found["switch exchange"] == found["switch backward"] == 2 * 2 * 3
+        assert all(found[name] == 2 * 2 for name in ("loss", "backward", "data", "encode"))
+        assert found["optimizer"] == found["zero exchange"] == 2
 
     alone = regions(trained.parent / "other/profile/steps_1.rank0.json.gz")
-    assert alone["switch"] == 3 and alone["switch exchange"] == 0 and "switch backward" not in alone
+    assert alone["spatial"] == 4 and alone["switch exchange"] == 0
+    assert "switch backward" not in alone
     heads = regions(trained.parent / "heads/profile/steps_1.rank0.json.gz")
     # Two micro-batches, four blocks, to heads and back; recomputation exchanges again.
     assert heads["heads exchange"] == 2 * heads["heads backward"] == 2 * (2 * 4 * 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mixed_clips import BUCKETS, TRAIN, write_mixed_set
 from ranks import run_ranks
-from runs import losses, write_random_model
+from runs import losses
 from safetensors.torch import load_file
 from world_runs import digests, train_in_worlds
 
@@ -18,7 +18,6 @@ STEPS = 5
 PER_STEP = 4
 # With "auto" alone, groups of CPUs would share little: their exchanges take long.
 TWO = "sp_size={'144p x 3': 2, '256 x 3': 2}"
-AUTO = "sp_size=auto"
 MIXED = ["batch_order=mixed", f"micro_batches_per_step={PER_STEP}", f"max_steps={STEPS}"]
 
 
@@ -67,13 +66,12 @@ def test_a_degree_for_each_micro_batch_trains_as_one_process(folder: Path) -> No
 
 @pytest.fixture(scope="module")
 def other_worlds(folder: Path) -> Path:
-    """The same steps on three ranks, with degrees of some buckets, on replicas, and resumed."""
+    """The same steps on three ranks, with degrees of some buckets, and resumed."""
     degrees = "sp_size={'144p x 3': 2, '256 x 1': 1}"
     from_two = str(folder / "auto2" / "step_00000002")
     runs: list[tuple[int, list[str], str | None]] = [
         (2, [*MIXED, TWO, f"outputs={folder / 'cut'}"], from_two),
         (3, [*MIXED, degrees, f"outputs={folder / 'map3'}"], None),
-        (2, [*MIXED, "sp_size=1", "zero_stage=1", f"outputs={folder / '2x1'}"], None),
         (3, [*MIXED, "sp_size=auto", f"outputs={folder / 'moved'}"], from_two),
     ]
     run_ranks(3, train_in_worlds, folder / "config.py", runs)
@@ -81,9 +79,8 @@ def other_worlds(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["map3", "2x1"])
-def test_other_worlds_train_the_same(other_worlds: Path, name: str) -> None:
-    assert_same_training(other_worlds / name, other_worlds / "alone")
+def test_another_world_trains_the_same(other_worlds: Path) -> None:
+    assert_same_training(other_worlds / "map3", other_worlds / "alone")
 
 
 @pytest.mark.slow
@@ -98,32 +95,3 @@ def test_another_world_resumes_the_same_micro_batches(other_worlds: Path) -> Non
     moved, alone = other_worlds / "moved", other_worlds / "alone"
     assert losses(moved) == pytest.approx(losses(alone)[2:], rel=2e-5)
     assert (weights(moved) - weights(alone)).abs().max() < 2e-4
-
-
-@pytest.mark.slow
-def test_adapters_are_trained_with_buckets_and_degrees(tmp_path: Path) -> None:
-    """LoRA in mixed steps: on one rank, with degrees of 1 and 2, and with those of "auto"."""
-    config = start(tmp_path)
-    (tmp_path / "base").mkdir()
-    write_random_model(tmp_path / "base")
-    # SGD: Adam would hide gradients that are too large by a factor.
-    common = [*MIXED, "max_steps=2", f"load={tmp_path / 'base'}", "lora.rank=2", "lora.alpha=4"]
-    common += ["optimizer=dict(_delete_=True, type='SGD', lr=0.5, momentum=0.9)"]
-    runs: list[tuple[int, list[str], str | None]] = []
-    for name, ranks, degrees in (("alone", 1, "sp_size=1"), ("two", 2, TWO), ("auto", 2, AUTO)):
-        runs.append((ranks, [*common, degrees, f"outputs={tmp_path / name}"], None))
-    run_ranks(2, train_in_worlds, config, runs)
-
-    wanted = trained_from_zero(tmp_path / "alone")
-    for name in ("two", "auto"):
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=2e-5)
-        difference = trained_from_zero(tmp_path / name) - wanted
-        assert difference.norm() < 1e-4 * wanted.norm()
-
-
-def trained_from_zero(run_dir: Path) -> torch.Tensor:
-    """The matrices B of a run's adapters after two steps."""
-    tensors = load_file(run_dir / "step_00000002" / "model" / "adapter_model.safetensors")
-    ups = [one.double().flatten() for name, one in sorted(tensors.items()) if "lora_B" in name]
-    assert all(one.any() for one in ups)
-    return torch.cat(ups)

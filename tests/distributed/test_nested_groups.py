@@ -7,7 +7,6 @@ import os
 import random
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,22 +16,16 @@ import torch
 import torch.distributed as dist
 from operator_counts import operators
 from parity_cases import PLAIN, make_inputs, make_model
-from random_cuts import BASE, Assigned, draw_step, mean_gradients, one_process_step, run_step
+from random_cuts import BASE, draw_step, mean_gradients, one_process_step, run_step
 from ranks import run_ranks
 from worlds import in_worlds
 
-from opensora_sp.data import ClipShape, MicroBatch
-from opensora_sp.encoders import Piece
 from opensora_sp.features.corrupt_samples import CorruptSamples
-from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
-from opensora_sp.parallel.rank_groups import RankGroup, nested_groups
+from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.planner.seconds import ModelFlops
 from opensora_sp.runtime.collective_recorder import CollectiveRecorder
 from opensora_sp.training.step_log import Meter
-from opensora_sp.training.sync_check import SyncCheck
-
-WRONG = 1.01  # a weight of losses
 
 
 def ranks_per_node(seed: int) -> str:
@@ -40,13 +33,13 @@ def ranks_per_node(seed: int) -> str:
     return "3" if seed % 4 < 2 else "8"
 
 
-def compare_step(seed: int, output: str, weight: float = 1.0) -> float:
-    """The largest relative difference of outputs and gradients; other weights are wrong."""
+def compare_step(seed: int, output: str) -> float:
+    """The largest relative difference of outputs and gradients."""
     os.environ["LOCAL_WORLD_SIZE"] = ranks_per_node(seed)
     mesh = SequenceMesh("auto")
     step = draw_step(mesh.family, seed, output)
     model, bare = parallelize(make_model(BASE), mesh), make_model(BASE)
-    found = run_step(model, mesh, step, weight=weight)
+    found = run_step(model, mesh, step)
     wanted = one_process_step(bare, step)
 
     pairs = []
@@ -74,10 +67,6 @@ def compare_worlds(sizes: list[int], seeds: range) -> list[tuple[float, ...]]:
     return in_worlds(compare_step, cases)
 
 
-def compare_wrong_weights() -> list[float]:
-    return in_worlds(compare_step, [(3, (seed, "full", WRONG)) for seed in (1, 3)])
-
-
 @pytest.mark.parametrize(
     ("sizes", "seeds"),
     [([2, 3], range(2)), pytest.param([4, 5, 6, 7, 8], range(4), marks=pytest.mark.slow)],
@@ -86,94 +75,6 @@ def test_a_step_over_any_cut_equals_one_process(sizes: list[int], seeds: range) 
     for of_rank in run_ranks(max(sizes), compare_worlds, sizes, seeds):
         assert all(found is None or found < 1e-9 for found in of_rank), of_rank
         assert len(of_rank) == len(sizes) * len(seeds)
-
-
-def test_drawn_steps_have_unequal_groups_and_ranks_with_several_micro_batches() -> None:
-    sizes, uneven, several = set(), 0, 0
-    for world in range(2, 9):
-        for seed in range(4):
-            step = draw_step(nested_groups(world, int(ranks_per_node(seed))), seed, "full")
-            sizes |= {one.group.size for one in step}
-            counts = [sum(rank in one.group for one in step) for rank in range(world)]
-            uneven += min(counts) < max(counts)
-            several += max(counts) > 1
-    assert sizes == set(range(1, 9)) and min(uneven, several) > 20
-
-
-def test_a_wrong_weight_of_a_loss_is_noticed() -> None:
-    for of_rank in run_ranks(3, compare_wrong_weights):
-        assert min(of_rank) > 1e-3
-
-
-LR, MOMENTUM, MAX_NORM, DECAY = 0.05, 0.9, 0.5, 0.8
-
-
-def optimizer_steps_of_one_process(steps: list[list[Assigned]]) -> dict[str, torch.Tensor]:
-    """Weights and EMA weights by name, from plain SGD with clipped gradients in float64."""
-    model: Any = make_model(BASE)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=LR, momentum=MOMENTUM)
-    averages = {name: p.detach().clone() for name, p in trained.items()}
-
-    for number, step in enumerate(steps):
-        one_process_step(model, step)
-        torch.nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
-        optimizer.step()
-        # As zeros, which is what ZeRO takes where there is none.
-        optimizer.zero_grad(set_to_none=False)
-        decay = min(DECAY, (1 + number) / (10 + number))
-        for name, average in averages.items():
-            average.lerp_(trained[name].detach(), 1 - decay)
-
-    weights = {f"weight/{name}": p.detach() for name, p in trained.items()}
-    return weights | {f"ema/{name}": average for name, average in averages.items()}
-
-
-def optimizer_steps(seed: int, output: str, stage: int) -> float:
-    """The largest relative difference of weights and EMA weights after two steps of ZeRO."""
-    from opensora_sp.plugin import SequenceParallelPlugin
-    from opensora_sp.plugin._colossalai import Booster
-    from opensora_sp.training.trainable import ShardedEma
-
-    # Without master weights, the weights themselves are stepped in their float64.
-    plugin = SequenceParallelPlugin(
-        "auto", stage, "fp32", MAX_NORM, accumulate_locally=True, master_weights=False
-    )
-    mesh, booster, bare = plugin.mesh, Booster(plugin=plugin), make_model(BASE)
-    raw = torch.optim.SGD(
-        [p for p in bare.parameters() if p.requires_grad], lr=LR, momentum=MOMENTUM
-    )
-    model, optimizer, *_ = booster.boost(bare, raw)
-    ema = ShardedEma(optimizer.shards.master_weights, DECAY)
-
-    steps = [draw_step(mesh.family, seed + number, output) for number in range(2)]
-    for number, step in enumerate(steps):
-        run_step(model, mesh, step, backward=partial(booster.backward, optimizer=optimizer))
-        taken = optimizer.step_if_finite(torch.zeros(()))
-        assert bool(taken)
-        ema.update(number, taken)
-
-    differences = []
-    for key, wanted in optimizer_steps_of_one_process(steps).items():
-        kind, _, name = key.partition("/")
-        shards = ema.shards if kind == "ema" else optimizer.shards.master_weights
-        error = (shards[name] - optimizer.shards.cut(name, wanted)).abs()
-        differences.append(float(error.max()) / float(wanted.abs().max()) if len(error) else 0.0)
-    return max(differences)
-
-
-def optimizer_steps_in_worlds(sizes: list[int]) -> list[float | None]:
-    cases: list[tuple[int, tuple[Any, ...]]] = []
-    for size in sizes:
-        cases += [(size, (size, "shards", 1)), (size, (size, "full", 2))]
-    return in_worlds(optimizer_steps, cases, modules=["opensora_sp.plugin"])
-
-
-@pytest.mark.slow
-def test_clipped_steps_and_ema_weights_equal_one_process() -> None:
-    for of_rank in run_ranks(7, optimizer_steps_in_worlds, [3, 7]):
-        # The EMA's factor and the norm that gradients are clipped to are numbers in fp32.
-        assert all(found is None or found < 1e-7 for found in of_rank), of_rank
 
 
 def groups_of_a_mesh() -> dict[str, Any]:
@@ -318,41 +219,15 @@ def test_ranks_that_start_their_largest_groups_first_finish(world_size: int, see
 
 
 WORLD, PAIR = RankGroup(0, 3), RankGroup(0, 2)
-SHAPE = ClipShape(4, 8, 8)
 
 
 def followed_by_checks() -> dict[str, Any]:
-    """What else knows of groups, on three ranks: sync check, meter, corrupt clips, encoding."""
+    """What else knows of groups, on three ranks: the meter and corrupt clips."""
     mesh = SequenceMesh("auto")
     return {
-        "sync": [sync_error(mesh, differs) for differs in ("nothing", "pair", "clips")],
         "mfu": mfu(mesh),
         "corrupt": corrupt_error(mesh),
-        "read": samples_read(mesh),
     }
-
-
-def own_groups(mesh: SequenceMesh) -> list[RankGroup]:
-    return [one.ranks for one in mesh.own]
-
-
-def sync_error(mesh: SequenceMesh, differs: str) -> str:
-    """The error of the check of a step in which each group has a micro-batch of its own."""
-    torch.manual_seed(0)
-    check = SyncCheck(torch.nn.Linear(2, 2), mesh, every=1)
-    for group in own_groups(mesh):
-        ids = torch.tensor([group.start, group.stop])
-        if differs == "pair" and group == PAIR:
-            ids = ids + mesh.rank
-        if differs == "clips" and group.size == 1:
-            ids = torch.tensor([7, 7])
-        with mesh.using(group):
-            check.see(0, {"ids": ids})
-    try:
-        check.compare(0)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def mfu(mesh: SequenceMesh) -> float:
@@ -384,42 +259,7 @@ def corrupt_error(mesh: SequenceMesh) -> str:
     return str(corrupt.read)
 
 
-def samples_read(mesh: SequenceMesh) -> list[tuple[int, Any]]:
-    """What a rank reads of two clips of four frames each: requested ahead, and in the group."""
-    frames = [slice(start, start + 1) for start in range(4)]
-    source: Any = SimpleNamespace(
-        pieces=lambda shape: [Piece(one, one) for one in frames],
-        latent_size=lambda shape: (4, 1, 1),
-    )
-    nothing: Any = None
-    encoder = ShardedEncoder(mesh, nothing, nothing, nothing, source, nothing, torch.device("cpu"))
-    micro_batch = MicroBatch(0, 0, SHAPE, (5, 6), 0.0)
-
-    read = []
-    for group in own_groups(mesh):
-        ahead = encoder.request(micro_batch, group).samples
-        with mesh.using(group):
-            assert encoder.samples(micro_batch) == ahead
-        read.append((group.size, [(one.clip, one.frames) for one in ahead]))
-    return read
-
-
-def test_what_reads_checks_and_measures_follows_the_group() -> None:
-    first, second, last = run_ranks(3, followed_by_checks)
-
-    assert first["sync"] == second["sync"] == last["sync"]
-    nothing, pair, clips = first["sync"]
-    assert not nothing
-    assert pair.startswith("got another batch tensor 'ids' on ranks [1] than on ranks [0]")
-    assert clips.startswith("got the same batch on replicas that begin with ranks [0, 1, 2]")
-
+def test_what_counts_and_measures_follows_the_group() -> None:
+    first, _, last = run_ranks(3, followed_by_checks)
     assert first["mfu"] == last["mfu"] == pytest.approx(3)
     assert [first["corrupt"], last["corrupt"]] == ["6", "1"]
-
-    # Eight frames on three ranks, on two, and on one.
-    assert first["read"] == [
-        (3, [(5, (0, 2))]),
-        (2, [(5, (0, 4))]),
-        (1, [(5, (0, 4)), (6, (0, 4))]),
-    ]
-    assert last["read"] == [(3, [(6, (1, 4))]), (1, [(5, (0, 4)), (6, (0, 4))])]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from open_sora_configs import (
     CASES,
-    OTHER_MODELS,
     SAMPLING,
     SAMPLING_1_3,
     V1_0,
@@ -28,7 +27,7 @@ from ranks import run_ranks
 from runs import write_toy_set
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.config import dump_config, load_either, load_inference_config, load_train_config
+from opensora_sp.config import dump_config, load_inference_config, load_train_config
 from opensora_sp.config.draft import Draft
 from opensora_sp.config.open_sora import RULES, translate
 from opensora_sp.data import Entry, Manifest, write_manifest
@@ -131,7 +130,7 @@ def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
         "noise_prob.blur=1": "got noise_prob['blur'] = 1.0; expected a probability",
         "noise_prob.gaussian_feature=0.1": "noise_strength['gaussian_feature'] = None",
         "noise_strength.downsample_spatial=[3]": "expected a list of ratios, some of [1, 2, 4, 8]",
-        "noise_strength.downsample_spatial=[[2]]": "expected a list of ratios, some of",
+        "noise_strength.downsample_spatial=[[2]]": "expected a valid integer",
         "noise_strength.gaussian_pixel=2": "expected the largest share of noise, from 0 to 1",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -150,6 +149,7 @@ BAD_1_3 = {
     "batch_size=2": "with model.use_cond True, scheduler 'rflow' and batch_size 2; expected a",
     "model.use_cond=False": "got cond_type 'i2v_head' with model.use_cond False",
     "vae.micro_frame_size=16": "got vae.micro_frame_size 16; expected 1 more than a multiple of 4",
+    "vae.micro_batch_size=0": "got vae.micro_batch_size = 0; expected a number greater than or",
 }
 
 
@@ -167,7 +167,7 @@ def test_training_options_of_1_3_that_do_not_fit(tmp_path: Path) -> None:
         "mask_ratios={'image_head': 0.5}": "use_cond=True, 'rflow' and mask_ratios=None",
         "model.use_cond=False": "got mask_types with model.use_cond False",
         "scheduler.drop_condition={'both': 1}": "got 'both' in scheduler.drop_condition; expected",
-        "mask_types={'none': 0}": "expected a weight above 0",
+        "mask_types={'none': 0}": "expected weights of at least 0, and one above",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             load_train_config(tmp_path / "v13.py", ["dataset.manifest=x.csv", option])
@@ -177,21 +177,6 @@ def test_what_is_missing_is_still_reported(tmp_path: Path) -> None:
     write(tmp_path, v12=V1_2)
     with pytest.raises(ValueError, match=r"with manifest None and path None; expected a manifest"):
         load_train_config(tmp_path / "v12.py")
-
-
-@pytest.mark.parametrize("family", OTHER_MODELS)
-def test_a_config_for_another_model_is_refused_for_that_reason_alone(
-    family: str, tmp_path: Path
-) -> None:
-    write(tmp_path, other=OTHER_MODELS[family])
-    with pytest.raises(ValueError) as error:
-        load_either(tmp_path / "other.py")
-    place, *findings = str(error.value).splitlines()
-    lines = OTHER_MODELS[family].lstrip().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if text.startswith("model"))
-    assert place == f"in {tmp_path / 'other.py'}:" and len(findings) == 1
-    assert "which is not supported here; expected one of ['STDiT-XL/2'" in findings[0]
-    assert findings[0].endswith(f"other.py:{line}]")
 
 
 def test_a_sampling_config_loads_as_it_is(tmp_path: Path) -> None:

@@ -65,26 +65,17 @@ STEPS = [
     ((4, 2, 4), {}, 4, torch.float32, True),  # whole samples: nothing is sent
     ((1, 2, 8), {}, 4, torch.float32, True),  # fewer frames than ranks
     ((1, 2, 8), dict(recompute_communication=True), 4, torch.float32, True),
-    ((1, 1, 2), {}, 4, torch.float32, False),
     ((1, 5, 6), dict(strategy="ulysses"), 4, torch.float32, True),
-    ((2, 4, 6), dict(strategy="ulysses"), 2, torch.float32, False),
     ((1, 5, 6), dict(strategy="split_gather"), 4, torch.float32, True),
     ((1, 64, 8), dict(overlap_chunks=3, overlap_backward=True), 4, torch.float32, True),
     # 5 x 5 patches: windows of 4, 2 and 1.
-    (
-        (1, 5, 10),
-        dict(model=WINDOWS),
-        4,
-        torch.float32,
-        True,
-    ),
+    ((1, 5, 10), dict(model=WINDOWS), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=WINDOWS, strategy="split_gather"), 4, torch.float32, False),
     ((1, 128, 4), dict(model=WINDOWS), 4, torch.float32, True),  # one window
     ((1, 2, 4), dict(model=WINDOWS), 4, torch.float32, True),  # and two frames
     ((1, 5, 6), dict(model=dict(full_attention=True)), 4, torch.float32, True),
     ((1, 5, 6), dict(model=IMAGES), 4, torch.float32, True),  # nothing is sent
-    ((1, 1, 6), dict(model=IMAGES), 4, torch.float32, True),  # fewer frames than ranks
     ((1, 5, 6), dict(model=IMAGES, strategy="ulysses"), 4, torch.float32, True),
     ((1, 5, 6), dict(model=IMAGES, strategy="split_gather"), 2, torch.float32, True),
 ]
@@ -229,7 +220,9 @@ def measured_peak(cfg: TrainConfig) -> int:
                 batch = batch_of(cfg, model.config, features, micro_batch, range(cfg.batch_size))
                 shard = boosted(batch.x_t, **batch.inputs, output="shards")
                 loss = rank_loss(
-                    velocity_loss(shard, batch.target), global_samples=4, world_size=mesh.world_size
+                    velocity_loss(shard, batch.noised.target),
+                    global_samples=4,
+                    world_size=mesh.world_size,
                 )
                 booster.backward(loss, optimizer)
             optimizer.step()

@@ -71,51 +71,6 @@ def test_steps_equal_one_process(world: int, cases: list[tuple[int, int, int]]) 
         assert any(of_ranks) == (sp_size > 1)
 
 
-def users_own_loop() -> list[float]:
-    """The plain Booster, full outputs, bf16, a dataloader of the plugin's, as in the README."""
-    from opensora_sp.plugin import SequenceParallelPlugin
-    from opensora_sp.plugin._colossalai import Booster
-
-    torch.manual_seed(0)
-    data = TensorDataset(*(make_batch(0)[name] for name in ("x", "timestep", "y")))
-    # The first batch with and without the peer.
-    together = dict(overlap_chunks=2, overlap_backward=True, verify=True)
-    plugin = SequenceParallelPlugin(
-        sp_size=2, stage=2, precision="bf16", max_norm=1.0, sequence_parallel=together
-    )
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # frozen ones among them
-    master_weights = {
-        name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
-    }
-    loader = plugin.prepare_dataloader(data, batch_size=3, shuffle=True, drop_last=True)
-    booster = Booster(plugin=plugin)
-    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
-    for name, parameter in model.unwrap().named_parameters():
-        if name in master_weights:  # master weights are the fp32 weights, not their bf16 rounding
-            shard = optimizer.get_working_to_master_map()[id(parameter)]
-            size = -(-parameter.numel() // 2)
-            exact = master_weights[name].flatten()[
-                dist.get_rank() * size : (dist.get_rank() + 1) * size
-            ]
-            assert torch.equal(shard[: len(exact)], exact), name
-    losses = []
-    for _ in range(8):
-        for x, timestep, y in loader:
-            loss = (model(x, timestep, y) + x).square().mean()
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
-
-
-def test_a_custom_training_loop_with_the_plain_booster() -> None:
-    first, second = run_ranks(2, users_own_loop)
-    assert first == second  # ranks of one replica see the same batches and outputs
-    assert first[-1] < 0.5 * first[0]
-
-
 def loop_of_the_readme() -> None:
     """The README's snippet as it stands, with a small model, and one step of it."""
     snippet = re.search(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[1]

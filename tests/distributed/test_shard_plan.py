@@ -400,4 +400,4 @@ def test_hook_points_are_a_plan_as_well() -> None:
     whole = model(**inputs)
     parallelize(model, SequenceMesh(1))
     shard = model(**inputs, output="shards")
-    assert torch.equal(shard.layout.slice(whole), shard.tensor)
+    assert torch.equal(shard.rows.slice(whole), shard.tensor)

@@ -184,10 +184,10 @@ def test_sp_size_1_is_bitwise_the_bare_model_and_unwrap_restores_it() -> None:
     inputs = make_inputs(case)
     assert torch.equal(wrapped(**inputs), bare(**inputs))
     shard = wrapped(**inputs, output="shards")
-    inside = shard.layout.inside(shard.tensor.device)  # [R, T, V]; the rest is padding
+    inside = shard.rows.inside(shard.tensor.device)  # [R, T, V]; the rest is padding
     of_patch = (inside.shape[-1], -1)
     ours, theirs = (
-        z.unflatten(-1, of_patch) for z in (shard.tensor, shard.layout.slice(bare(**inputs)))
+        z.unflatten(-1, of_patch) for z in (shard.tensor, shard.rows.slice(bare(**inputs)))
     )
     assert torch.equal(ours[inside], theirs[inside])
     assert unwrap(wrapped) is wrapped and dict(wrapped.named_modules()) == points
@@ -212,7 +212,7 @@ def test_what_cannot_be_parallelized_is_refused(monkeypatch: pytest.MonkeyPatch)
     around = torch.nn.Sequential(torch.nn.Sequential(model))
     with pytest.raises(ValueError, match=r"call unwrap\(model.0.0\)"):
         unwrap(around)
-    assert model(**make_inputs(PLAIN[0]), output="shards").layout.total == 20
+    assert model(**make_inputs(PLAIN[0]), output="shards").rows.total == 20
     # This bypasses the hook that takes "output".
     assert torch.is_tensor(model.forward(**make_inputs(PLAIN[0])))
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference_config
 import torch
 import torch.distributed as dist
 from parity_cases import (
@@ -222,19 +221,3 @@ def test_an_option_without_a_strategy_for_a_shape_is_an_error(toy: None) -> None
     register_strategy(Never)
     with pytest.raises(ValueError, match="no strategy of the option 'never' applies: BatchShape"):
         strategy_for(BatchShape(1, 5, 16, 24, 2, 2), Options(strategy="never"), 4)
-
-
-def test_docs_list_it(toy: None) -> None:
-    (row,) = [line for line in reference_config.page().splitlines() if "`temporal_branch`" in line]
-    assert "for models without windows" in row and "input and output of temporal attention" in row
-
-
-def test_without_registration_it_is_refused(config: str) -> None:
-    with pytest.raises(ValueError, match="got strategy 'temporal_branch'; expected one of"):
-        load_train_config(config)
-    assert "temporal_branch" not in reference_config.page()
-
-
-def test_a_label_is_registered_once(toy: None) -> None:
-    with pytest.raises(ValueError, match="got a second strategy 'temporal_branch'"):
-        register_strategy(TemporalBranch)

@@ -83,8 +83,6 @@ def test_a_run_leaves_everything_behind(whole: Path) -> None:
     log = (whole / "train.log").read_text()
     assert "skipped a clip: " in log
     assert log.count("kernels: plain torch (the device is cpu)") == 1
-    state = json.loads((whole / "step_00000006" / "state.json").read_text())
-    assert set(state["kernels"].values()) == {"torch"}
     assert load_train_config(whole / "config.py").sp_size == 2  # the dump loads again
 
 

@@ -101,7 +101,7 @@ def test_encoders_of_validation_are_loaded_before_batch_sizes_are_chosen(tmp_pat
 @torch.no_grad()
 def expected_losses(run: Trainer) -> list[float]:
     """Clip by clip, whole outputs, the model's own forward."""
-    clips, flow, seed = run.validator.heldout, run.batches.flow, run.cfg.seed
+    clips, flow, seed = run.validator.heldout, run.batch_maker.process, run.cfg.seed
     sums = torch.zeros(3)
     readable = [i for i in range(len(clips)) if isinstance(clips[i], Clip)]
     assert readable == [0, 2, 3]

@@ -18,15 +18,13 @@ import torch.distributed as dist
 from exits import recorded_exits
 from logs import captured_lines
 from polling import wait_until
-from ranks import run_ranks, run_together
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from opensora_sp.parallel import shutdown_process_group
-from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.runtime.collective_recorder import COLLECTIVES, CollectiveRecorder
 from opensora_sp.runtime.rendezvous import join_rendezvous
-from opensora_sp.runtime.timeouts import backend_timeout
 from opensora_sp.runtime.watchdog import Watchdog
 
 OPERATIONS = (
@@ -129,25 +127,6 @@ def backward(booster: Any, model: nn.Module, optimizer: Any, hold: Any) -> None:
     booster.backward(model(torch.ones(2, 5)).sum(), optimizer)
 
 
-@logged
-def our_exchange() -> None:
-    """One of two ranks does not join an exchange in a group that is made under the watchdog."""
-    watched(exchange)
-
-
-def exchange(hold: Any) -> None:
-    group = dist.new_group([0, LATE])
-    if dist.get_rank() == 2:
-        return
-    assert group.timeout == backend_timeout(TIMEOUT)
-    dist.barrier(group)
-    group.asynchronous = True
-    if dist.get_rank() == LATE:
-        hold()
-    all_to_all(torch.ones(4, 3), [2, 2], [2, 2], group, kind="switch", backward=False)
-    group.synchronize()
-
-
 def watched(step: Any) -> None:
     """One step with asynchronous collectives; ``hold`` returns when the watchdog would act."""
     group = dist.group.WORLD
@@ -201,32 +180,9 @@ def test_zeros_reduce_scatter_is_named_with_its_shape_and_ranks() -> None:
         assert re.search(missing, lines[0]), lines
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[list[str]]]:
-    """By the name of the case what each rank logs."""
-    return run_together(RANKS, [joined_late, our_exchange])
-
-
 @pytest.mark.slow
-def test_an_exchange_in_a_group_is_named_with_the_ranks_of_the_group(
-    found: dict[str, list[list[str]]],
-) -> None:
-    for rank, lines in enumerate(found["our_exchange"]):
-        waited = (
-            f"rank {rank} stops: rank 0 has waited 3 s (collective_timeout) for all_to_all_single("
-        )
-        assert lines[0].startswith(waited), lines
-        assert re.search(
-            r"input \[4, 3\] float32.* \(ranks 0, 1\), called at .*collectives.py:\d+", lines[0]
-        ), lines
-        assert "ranks [0] joined, missing: rank 1, which has called 1 and is at" in lines[0], lines
-
-
-@pytest.mark.slow
-def test_a_rank_that_launches_late_does_not_end_the_run(
-    found: dict[str, list[list[str]]],
-) -> None:
-    assert found["joined_late"] == [[], [], []]
+def test_a_rank_that_launches_late_does_not_end_the_run() -> None:
+    assert run_ranks(RANKS, joined_late) == [[], [], []]
 
 
 def test_functions_are_replaced_while_recording_only() -> None:

@@ -1,34 +1,25 @@
 """The documentation's commands: all are parsed, marked blocks are run (marks: ``pages.py``).
 
-The light ones run in CI, all of them in ``make test-docs``.
+Blocks run in ``make test-docs``, a part of CI.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
 from pages import BLOCKS, PAGES, SHELL, Block
 from ranks import free_port
 from runs import BIN, ROOT, write_toy_set
-from safetensors.torch import save_file
 
-from opensora_sp.checkpoint import write_model_config
 from opensora_sp.cli import command_module
 from opensora_sp.cli import sample as sample_command
-from opensora_sp.config import load_either, load_inference_config, load_train_config
-from opensora_sp.models import build_model
-from opensora_sp.sampling.run import preflight
-from opensora_sp.training.preflight import preflight as preflight_training
+from opensora_sp.config import load_either, load_train_config
 
-# Words of commands that need what other commands have written.
-NEED_OTHERS = {"dataset.type=CachedFeatures", "load=outputs/base", "--lora"}
 ENTRY = f"""#!{sys.executable}
 from opensora_sp.cli import main
 
@@ -37,11 +28,8 @@ if __name__ == "__main__":
 """
 
 
-def lay_out(folder: Path, *, trained: bool) -> None:
-    """A folder like the project's with what the pages presuppose: clips, prompts, captions.
-
-    Where nothing is ``trained``, also a toy set and a random checkpoint of the demo's model.
-    """
+def lay_out(folder: Path) -> None:
+    """A folder like the project's with what the pages presuppose: clips, prompts, captions."""
     for name in ("configs", "scripts", "benchmarks", "Makefile"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
@@ -60,34 +48,13 @@ def lay_out(folder: Path, *, trained: bool) -> None:
     )
     (folder / "captions.csv").write_text(captions)
     (folder / "videos" / "clips.csv").unlink()
-    if trained:
-        return
-    manifest = write_toy_set(folder / "data" / "toy", 40)
-    (folder / "data" / "clips.csv").write_text(
-        manifest.read_text().replace("\n", "\ntoy/").removesuffix("toy/")
-    )
-    for i in (0, 1):
-        shutil.copy(folder / f"data/toy/{i}.mp4", folder / f"data/toy/0000{i}.mp4")
-    options = dict(load_inference_config(str(ROOT / "configs/demo/sample.py")).model)
-    model = build_model(options.pop("type"), **options)
-    (folder / "outputs" / "short").mkdir(parents=True)
-    save_file(model.state_dict(), folder / "outputs" / "short" / "model.safetensors")
-    write_model_config(folder / "outputs" / "short", "STDiT3", model.config)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the light blocks run; the demo's checkpoint is there."""
-    folder = tmp_path_factory.mktemp("docs")
-    lay_out(folder, trained=False)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def empty_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all blocks run, those that train among them."""
+    """Where the blocks run."""
     folder = tmp_path_factory.mktemp("all docs")
-    lay_out(folder, trained=True)
+    lay_out(folder)
     return folder
 
 
@@ -105,10 +72,6 @@ def test_blocks_say_what_they_are(page: Path) -> None:
             assert block.mark, (
                 f"no '<!-- run -->' or '<!-- not run: why -->' on the line before {start!r}"
             )
-
-
-def processes(words: list[str]) -> int:
-    return int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words else 1
 
 
 def after(words: list[str], script: str) -> list[str]:
@@ -140,7 +103,7 @@ def check(words: list[str]) -> None:
 
 
 def test_every_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lay_out(tmp_path, trained=False)
+    lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
     for block in SHELL:
         subprocess.run(["bash", "-n", "-c", block.script], check=True)
@@ -151,39 +114,8 @@ def test_every_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 pytest.fail(f"{block.page}: {' '.join(words)}: {error}")
 
 
-def test_runs_of_runnable_blocks_would_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a run checks before it builds a model, for all trainings and samplings of test-docs."""
-    lay_out(tmp_path, trained=False)
-    monkeypatch.chdir(tmp_path)
-    commands = list(chain.from_iterable(block.commands for block in SHELL if block.runs))
-    # Adapters, and training from a feature cache, need the command that writes it.
-    commands = [words for words in commands if not NEED_OTHERS.intersection(words)]
-    samplings = [words for words in commands if "scripts/inference.py" in words]
-    trainings = [words for words in commands if "scripts/train.py" in words]
-
-    assert len(samplings) >= 12 and len(trainings) >= 2
-    for words in samplings:
-        monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
-        requests, _ = preflight(sample_command.parse(after(words, "scripts/inference.py")))
-        assert requests
-
-    (tmp_path / "outputs" / "short" / "model.safetensors").unlink()
-    for words in trainings:
-        monkeypatch.setenv("WORLD_SIZE", str(processes(words)))
-        args = command_module("train").parser().parse_args(after(words, "scripts/train.py"))
-        preflight_training(load_train_config(args.config, args.cfg_options), None)
-
-
 def name_of(block: Block) -> str:
     return f"{block.page}: {' '.join(block.commands[0][:3])}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [b for b in SHELL if b.runs_in_make_test], ids=name_of)
-def test_light_block_runs(block: Block, place: Path) -> None:
-    run_block(block, place)
 
 
 @pytest.mark.grid

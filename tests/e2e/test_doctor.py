@@ -15,7 +15,6 @@ from runs import run
 from opensora_sp.cli import main
 from opensora_sp.common import importing
 from opensora_sp.runtime import rank_info
-from opensora_sp.runtime.doctor import diagnosis
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -45,46 +44,29 @@ def test_a_machine_that_is_well(tmp_path: Path) -> None:
     assert report["facts"] == rank_info.versions()
 
 
-def test_late_ranks_are_named_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "PROBE_TIMEOUT", 0.2)
-    diagnosed = diagnosis.diagnose(collective=True, trains=False)
-    assert diagnosed is not None and diagnosed.collective is not None
-    assert diagnosed.collective.status == "FAIL"
-    assert diagnosed.collective.result.startswith("no result within 0.2 s, at a load of ")
-    assert "try again on an idle host" in diagnosed.collective.advice
-
-
-def test_an_interface_that_is_absent_fails_and_is_reported_as_a_table(
+def test_a_device_that_is_absent_fails_and_is_reported_as_a_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_TOKEN", "a secret")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--no-collective"])
 
     reported = capsys.readouterr().out
     assert left.value.code == 1
-    assert "  FAIL network " in reported and "-> expected one of lo" in reported
+    assert "  FAIL devices " in reported and "-> expected a driver" in reported
     assert "OMP_NUM_THREADS=1" in reported and "secret" not in reported
     assert "1 of " in reported.splitlines()[-1] and " checks failed" in reported.splitlines()[-1]
 
 
-@pytest.mark.parametrize("config", [None, "configs/demo/train.py", "configs/demo/sample.py"])
-def test_colossalai_is_missed_where_a_training_is_to_run(
-    config: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_colossalai_is_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importing, "is_installed", lambda module: module != "colossalai")
-    options = [] if config is None else ["--config", config]
-    arguments = ["doctor", "--no-collective", *options]
-    if config == "configs/demo/train.py":
-        with pytest.raises(SystemExit):
-            main(arguments)
-    else:
-        main(arguments)
-    status = "FAIL" if config == "configs/demo/train.py" else "warn"
+    main(["doctor", "--no-collective"])
     reported = capsys.readouterr().out
-    assert f"  {status} ColossalAI " in reported and "pip install" in reported
+    assert "  warn ColossalAI " in reported and "pip install" in reported
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from jobs import FOR_LONG, Job, assert_stopped_well
 from planted_faults import Fault
-from ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -39,21 +38,6 @@ def test_the_first_error_ends_all_ranks_and_is_reported_last(
     if launcher == "torchrun":  # colossalai adds its whole command to that
         assert job.text.rstrip().splitlines()[-2].endswith(f"rank {rank} failed: {error}")
     assert f"rank {rank} failed: {error}" in (job.outputs / "train.log").read_text()
-
-
-def test_the_ranks_of_another_node_end_too(config: Path, tmp_path: Path, jobs: list[Job]) -> None:
-    """Two torchruns, neither of which hears of the other's ranks."""
-    rank, port = 1, free_port()
-    for node in (0, 1):
-        jobs.append(
-            Job(tmp_path, config, launcher=f"node {node}", faults={0: raising(rank)}, port=port)
-        )
-    for node, job in enumerate(jobs):
-        job.until(f"rank {rank} failed: ValueError: got a planted error")
-        job.until_gone(30)
-        assert job.process.returncode == 1
-        if node != rank:
-            assert f"rank {node} stops: rank {rank} failed" in job.text
 
 
 def test_ranks_whose_colossalai_run_has_gone_stop_with_a_checkpoint(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -71,29 +70,6 @@ def test_ctrl_c_under_colossalai_run(config: Path, tmp_path: Path, jobs: list[Jo
     ctrl_c(job)
     job.until_gone(15)
     assert job.process.returncode == 1
-
-
-@pytest.mark.parametrize("to", ["rank", "group"])
-def test_a_second_ctrl_c_ends_at_once(
-    config: Path, tmp_path: Path, jobs: list[Job], to: str
-) -> None:
-    """In a step that takes minutes."""
-    job = ElasticJob(tmp_path, config, *FOR_LONG, pause=300)
-    jobs.append(job)
-    job.until("per epoch")
-    time.sleep(2)
-    interrupt = {"rank": lambda: os.kill(job.rank(1), signal.SIGINT), "group": lambda: ctrl_c(job)}[
-        to
-    ]
-    interrupt()
-    job.until(": SIGINT; stopping within two steps, with a checkpoint")
-    time.sleep(2)
-
-    assert job.rank(1) in job.left()
-    interrupt()
-    job.until_gone(20)
-    assert job.process.returncode == 1
-    assert to == "group" or "exitcode  : 130" in job.text
 
 
 def imports_torch(pid: int) -> bool:

@@ -400,26 +400,6 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any] | str]] = [
     ),
     ("reference_path", ["x.png"], {"prompt": ["a", "b"]}, "one for each"),
     ("prompt_as_path", True, {"fps": 24}, {"skip_existing": True}),
-    ("llm_refine", True, {"fps": 24}, "no external service is used"),
     ("llm_refine", False, {"fps": 24}, {}),
-    ("root", "/data", {}, "relative to the manifest"),
     ("multi_resolution", "STDiT2", {"fps": 24}, {}),
 ]
-# Configs for models that are not here, each with more that would be refused.
-OTHER_MODELS = {
-    "DiT": """
-image_size = (256, 256)
-data_path = "CSV_PATH"
-root = "/data"
-plugin = "zero2"
-model = dict(type="DiT-XL/2", no_temporal_pos_emb=True)
-text_encoder = dict(type="clip", from_pretrained="openai/clip-vit-base-patch32")
-lr = 1e-4
-""",
-    "OpenSoraVAE": """
-dataset = dict(type="VideoTextDataset", num_frames=17, frame_interval=1, image_size=(256, 256))
-model = dict(type="OpenSoraVAE_V1_2", freeze_vae_2d=True, from_pretrained=None)
-perceptual_loss_weight = 0.1
-lr = 1e-5
-""",
-}

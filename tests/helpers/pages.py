@@ -2,9 +2,8 @@
 
 A block of shell has a comment on the line before it, which neither GitHub nor MkDocs shows:
 
-    <!-- run -->                    a test runs it
-    <!-- run: make test-docs -->    the same, in make test-docs alone; make test checks its commands
-    <!-- not run: REASON -->        its commands are checked, no more
+    <!-- run -->, <!-- run: make test-docs -->    make test-docs runs it
+    <!-- not run: REASON -->                      its commands are checked, no more
 
 A block of ``console`` shows commands after ``$`` and what they print, to the letter.
 """
@@ -37,10 +36,6 @@ class Block:
     @property
     def runs(self) -> bool:
         return self.mark is not None and self.mark.startswith("run")
-
-    @property
-    def runs_in_make_test(self) -> bool:
-        return self.mark == "run"
 
     @property
     def commands(self) -> list[list[str]]:

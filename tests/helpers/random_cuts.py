@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -57,15 +56,8 @@ def run_step(
     model: torch.nn.Module,
     mesh: SequenceMesh,
     step: list[Assigned],
-    *,
-    weight: float = 1.0,
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Forward and backward of this rank's micro-batches, each on its group.
-
-    Args:
-        weight: of the losses of groups smaller than the world; another one than 1 is wrong.
-        backward: runs the backward pass of a loss.
 
     Returns:
         Of each of them, by number, the output, and this rank's gradients of x and y.
@@ -77,8 +69,7 @@ def run_step(
             continue
         with mesh.using(one.group):
             inputs = one.inputs()
-            loss = group_loss(model, mesh, one, inputs, num_samples)
-            backward(loss * (1.0 if one.group.size == mesh.world_size else weight))
+            group_loss(model, mesh, one, inputs, num_samples).backward()
             with torch.no_grad():
                 output = model(**one.inputs())
         found[one.number] = output, inputs["x"].grad, _gradient(inputs["y"])

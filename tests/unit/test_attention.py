@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from opensora_sp.models import attention as module
-from opensora_sp.models import build_model, packing
+from opensora_sp.models import packing
 from opensora_sp.models.attention import MAX_SCORES, _explicit, attention
 from opensora_sp.models.attention_table import HOPPER, Platform, Sequences
 from opensora_sp.models.layers import SelfAttention
@@ -328,23 +328,6 @@ def test_flash_attn_3_is_called_as_documented(flash3: StandIn3, deterministic: b
     assert flash3.asked == [deterministic] * len(flash3.asked) != []
 
 
-def test_flash_attn_3_takes_cross_attention_by_itself(flash3: StandIn3) -> None:
-    options = dict(hidden_size=16, depth=1, num_heads=2, caption_channels=4, model_max_length=3)
-    x, y = torch.randn(2, 4, 2, 4, 4).bfloat16(), torch.randn(2, 1, 3, 4).bfloat16()
-    found = []
-    for setting in ("auto", {"cross": "reference"}):
-        torch.manual_seed(0)
-        model = build_model("STDiT3", **options, attention=setting).bfloat16()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        flash3.calls.clear()
-        mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-        found.append(model(x, torch.tensor([10.0, 900.0]), y, mask))
-        # In a spatial and in a temporal block, to texts of different lengths.
-        assert flash3.calls == (["varlen"] * 2 if setting == "auto" else [])
-    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
-
-
 def test_flash_attn_3_gets_keys_of_its_own(
     flash3: StandIn3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,22 +336,6 @@ def test_flash_attn_3_gets_keys_of_its_own(
     assert packing.Packing([6], [3]).pieces(HEADS, 1).are_equal
     assert_equal_to_definition(([6], [3]), "flash3", torch.bfloat16, 6e-2)
     assert flash3.calls == ["rows"]
-
-
-def test_flash_attn_3_runs_between_graphs(
-    flash3: StandIn3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As all kernels do; many rows take several calls."""
-    monkeypatch.setattr(module, "MAX_ROWS", 2)
-    backend = module.Backend("flash3")
-
-    @torch.compile(backend="eager")
-    def compiled(z: torch.Tensor) -> torch.Tensor:
-        return attention(2 * z, z, z, backend=backend) + 1
-
-    z = drawn((3, 4, HEADS, WIDTH), 0, torch.bfloat16)
-    torch.testing.assert_close(compiled(z), _explicit(2 * z, z, z) + 1, rtol=0, atol=0.02)
-    assert flash3.calls == ["rows", "rows"]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -438,58 +405,6 @@ def test_pieces_hold_all_tokens_and_few_of_them_are_small() -> None:
             assert sum(cut) == queries
             assert len(cut) == 1 if keys >= queries else max(cut) <= 1024
             assert len(cut) == 1 or min(cut) >= packing.TILE // 2
-
-
-def test_edges_are_laid_out_once_for_all_blocks(
-    flash: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In forward, backward and recompute; those of windows, too."""
-    made = []
-    real = packing.accumulate
-    monkeypatch.setattr(
-        packing, "accumulate", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs)
-    )
-    options = dict(
-        hidden_size=48,
-        depth=3,
-        num_heads=2,
-        caption_channels=4,
-        model_max_length=3,
-        kernel_size=(2, 2, -1),
-    )
-    model = build_model("STDiT3", **options, attention="flash").bfloat16()
-    model.set_grad_checkpoint(True)
-    x, y = torch.randn(2, 4, 2, 6, 6), torch.randn(2, 1, 3, 4)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    model(x, torch.tensor([10.0, 900.0]), y, mask).sum().backward()
-
-    # Cross-attention of 2 blocks and windows of one, 3 pairs.
-    assert flash.calls.count("varlen") == 2 * 3 * (2 + 1)
-    # Offsets of queries and of keys: for the text in either layout, and for windows.
-    assert len(made) == 2 * 3
-
-
-@pytest.mark.parametrize("name", ["STDiT", "STDiT2", "STDiT3"])
-def test_models_hand_the_backend_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = dict(input_size=(3, 4, 4)) if name == "STDiT" else {}
-    options = dict(
-        hidden_size=24, depth=1, num_heads=2, caption_channels=4, model_max_length=3, **size
-    )
-    asked = []
-    real = module._attend_rows
-    monkeypatch.setattr(
-        module,
-        "_attend_rows",
-        lambda backend, *qkv: asked.append(backend.name) or real(backend, *qkv),
-    )
-    model = build_model(name, **options, attention="reference")
-    numbers = {number: torch.tensor([8.0, 16.0]) for number in model.sample_inputs}
-    model(
-        torch.randn(2, 4, 3, 4, 4), torch.tensor([10.0, 900.0]), torch.randn(2, 1, 3, 4), **numbers
-    )
-    cross = 2 if name == "STDiT3" else 1
-
-    assert asked == ["reference"] * (2 + cross)
 
 
 def test_chunks_of_the_definition_add_gradients_of_keys_in_fp32(

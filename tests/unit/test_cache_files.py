@@ -1,17 +1,14 @@
-"""The files of a feature cache: damage to any of them is noticed, and nothing outside is read."""
+"""The files of a feature cache: absent ones are noticed, and nothing outside is read."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import zlib
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from opensora_sp.data import (
     CachedClip,
@@ -25,14 +22,9 @@ from opensora_sp.data import (
     write_manifest,
 )
 from opensora_sp.data.cache import (
-    CHECKSUM,
     MANIFEST,
     DamagedRecordError,
     Index,
-    Shard,
-    check_seal,
-    file_digest,
-    sealed,
     shard_content,
 )
 
@@ -55,70 +47,14 @@ def cache(tmp_path: Path) -> Path:
         (folder / f"shard-{number:06d}.safetensors").write_bytes(content)
 
     write_manifest(folder / MANIFEST, [Entry(Path(f"/{i}.mp4"), f"clip {i}") for i in range(CLIPS)])
-    shards = [Shard.read(path) for path in sorted(folder.glob("shard-*"))]
     index = Index(
         made_of=made_of,
         source={"channels": 2, "width": 5, "max_length": CLIPS},
         sizes={"4x32x24": SIZE},
-        shards={shard.path.name: shard.checksum for shard in shards},
-        manifest_sha256=file_digest(folder / MANIFEST),
+        shards=[path.name for path in sorted(folder.glob("shard-*"))],
     )
-    (folder / "index.json").write_text(json.dumps(sealed(index.model_dump())))
+    (folder / "index.json").write_text(index.model_dump_json())
     return folder
-
-
-@pytest.mark.parametrize("content", [{}, {"b": {"d": 1, "c": [0.5, None]}, "a": "\u00e9"}])
-def test_a_seal_is_the_checksum_of_sorted_json(content: dict[str, object]) -> None:
-    seal = sealed(content)[CHECKSUM]
-    assert seal == zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    check_seal(json.loads(json.dumps(sealed(content))))
-    for other in (content, sealed(content) | {"b": 2}):
-        with pytest.raises(ValueError, match="its checksum differs"):
-            check_seal(other)
-
-
-def content_of(folder: Path) -> list[object]:
-    """All that training reads of a cache of one shape."""
-    cache = CachedFeatures(str(folder))
-    (shape,) = cache.sizes
-    found: list[object] = [list(cache.rows), cache.fingerprint, cache.sizes]
-    for clip in range(len(cache)):
-        item = cache[Sample(clip, 0, shape)]
-        assert isinstance(item, CachedClip)
-        found += [item.latents.tolist(), item.text.tolist(), item.fps, cache.text_length(clip)]
-    return found
-
-
-def test_the_damaged_shard_and_record_are_named_and_no_other(cache: Path) -> None:
-    path, cached = cache / "shard-000001.safetensors", CachedFeatures(str(cache))
-    name = "latents/3/4x32x24"
-    with safe_open(path, "pt") as file:
-        record = file.get_tensor(name)
-    found = path.read_bytes()
-    # One frame of one clip.
-    damaged = record.clone()
-    damaged[:, 1] += 1
-    path.write_bytes(found.replace(bytes_of(record), bytes_of(damaged)))
-
-    messages = {}
-    for clip, first in product(range(CLIPS), range(SIZE[0])):
-        try:
-            cached[Sample(clip, 0, SHAPE, (first, first + 1))]
-        except DamagedRecordError as error:
-            messages[clip, first] = str(error)
-    assert messages.keys() == {(3, 1)}
-    assert f"got the record {name!r} of {str(path)!r}" in messages[3, 1]
-    assert "its checksum differs" in messages[3, 1]
-
-
-def bytes_of(x: torch.Tensor) -> bytes:
-    return x.view(torch.uint8).numpy().tobytes()
-
-
-def test_an_exchanged_shard_is_named_at_the_start(cache: Path) -> None:
-    shutil.copy2(cache / "shard-000000.safetensors", cache / "shard-000001.safetensors")
-    with pytest.raises(DamagedRecordError, match=r"shard-000001.* another checksum"):
-        CachedFeatures(str(cache))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -144,8 +80,7 @@ def test_a_worker_reports_damage_as_the_rank_itself_would(cache: Path, num_worke
 
 def edit_index(folder: Path, **values: object) -> None:
     index = json.loads((folder / "index.json").read_text())
-    del index[CHECKSUM]
-    (folder / "index.json").write_text(json.dumps(sealed({**index, **values})))
+    (folder / "index.json").write_text(json.dumps({**index, **values}))
 
 
 @pytest.mark.parametrize("name", ["index.json", MANIFEST, "shard-000001.safetensors"])
@@ -160,11 +95,11 @@ def test_links_out_of_the_folder_are_refused(cache: Path, tmp_path: Path, name: 
 def test_links_within_the_folder_and_to_the_folder_are_followed(
     cache: Path, tmp_path: Path
 ) -> None:
-    content = content_of(cache)
     (cache / "shard-000001.safetensors").rename(cache / "blob")
     (cache / "shard-000001.safetensors").symlink_to("blob")
     (tmp_path / "link").symlink_to(cache)
-    assert content_of(tmp_path / "link") == content
+    followed = CachedFeatures(str(tmp_path / "link"))
+    assert isinstance(followed[Sample(1, 0, SHAPE)], CachedClip)
 
 
 @pytest.mark.parametrize("kind", ["absent", "fifo", "folder"])
@@ -184,15 +119,14 @@ def test_a_shard_that_is_no_file_is_named_at_the_start(cache: Path, kind: str) -
     [
         {"shards": 5},
         {"shards": [7]},
-        {"shards": [["shard-000000.safetensors", 1]]},
         {"sizes": [1]},
         {"sizes": {"4x32x24": [1]}},
         {"sizes": {"5x32x24": SIZE}},
         {"sizes": {"4x": SIZE}},
         {"sizes": {"4x32x24": [3, 4, 1 << 40]}},
-        {"shards": {"../cache/shard-000000.safetensors": 1}},
-        {"shards": {"/shard-000000.safetensors": 1}},
-        {"shards": {"aside/shard-000000.safetensors": 1}},
+        {"shards": ["../cache/shard-000000.safetensors"]},
+        {"shards": ["/shard-000000.safetensors"]},
+        {"shards": ["aside/shard-000000.safetensors"]},
         {"format": 2},
     ],
 )

@@ -60,7 +60,10 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
         (["model.patch_size=(2, 2)"], r"got model.patch_size = \(2, 2\); expected one more entry"),
         (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; expected a valid boolean; change"),
-        (["model.skip_y_embedder=True"], "expected False, since text comes from text_encoder"),
+        (
+            ["model.skip_y_embedder=True"],
+            "got skip_y_embedder=True, for text that is projected already",
+        ),
         (["model.type=3"], "got model without the name of a type"),
         (["vae.pool=4"], "got vae.pool = 4; expected a valid tuple; change vae.pool"),
         (
@@ -69,7 +72,7 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         ),
         (
             ["scheduler.num_sampling_steps=0"],
-            "got num_sampling_steps 0; expected a positive number",
+            "got scheduler.num_sampling_steps = 0; expected",
         ),
         (["model.type=STDiT4"], "got model 'STDiT4'; expected one of"),
         (["vae.pol=4"], "unknown key 'vae.pol'.*did you mean 'pool'"),
@@ -80,16 +83,9 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         (["image_size=None", "resolution=big"], "expected 'HxW' or a number"),
         (["noequals"], "expected key=value"),
         (["sp_size.x=1"], "sp_size is 2; expected a dict there"),
-        (
-            ["resume=auto"],
-            "unknown key 'resume'; expected a known one; pass the option --resume auto",
-        ),
         (["optimizer.lr=1e999"], "got optimizer.lr = .*; expected a finite number; change"),
         (["scheduler.cfg_scale=1e999"], "got scheduler.cfg_scale = inf; expected a finite number"),
-        (
-            ["vae.type=VideoAutoencoderKL"],
-            r"key 'vae.pool'.*--cfg-options .vae=dict\(type='VideoAutoencoderKL', ...\)",
-        ),
+        (["vae.type=VideoAutoencoderKL"], "unknown key 'vae.pool'"),
     ],
 )
 def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import mmengine.config.config
@@ -138,11 +136,11 @@ def test_imports_work_wherever_the_environment_lies(
         ),
         (
             "mask_ratios = dict(random=2)",
-            ["got mask_ratios['random'] = 2.0; expected a number from 0 to 1*[run.py:2]"],
+            ["that sum to 2; expected numbers from 0 to 1*[run.py:2]"],
         ),
         (
             "bucket_config = {'240p': {51: (1.0, 0)}}",
-            ["expected a batch size of at least 1*[run.py:2]"],
+            ["a batch size of None is chosen at the start*[run.py:2]"],
         ),
         ("epochs = 2", ["got max_steps 6 and epochs 2*[*epochs: run.py:2*]"]),
         ("model = dict(depth=7.5)", ["got model.depth = 7.5*valid integer*[run.py:2]"]),
@@ -314,19 +312,6 @@ def test_texts_broken_on_the_command_line_are_explained(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         parser.parse_args(["run.py", "--prompt", "a", "red", "fox"])
     assert "colossalai run passes options on without quotes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "value"), [(["False"], False), (["true"], True), ([], True), (["0"], False)]
-)
-def test_wandb_false_is_false(
-    base: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], value: bool
-) -> None:
-    seen = []
-    monkeypatch.setattr("opensora_sp.cli.train.train", lambda cfg, **options: seen.append(cfg))
-    monkeypatch.setattr(sys, "argv", ["train.py", "base.py", "--wandb", *words])
-    runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
-    assert [cfg.wandb for cfg in seen] == [value]
 
 
 def test_processes_and_device_are_checked_together(base: Path) -> None:

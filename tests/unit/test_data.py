@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import chain, product
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from opensora_sp.data.sampler import micro_batches_of
 from opensora_sp.data.toy import COLOURS
 from opensora_sp.data.video import count_frames
 from opensora_sp.features.build import make_dataset, make_plan, order_state
-from opensora_sp.training.preflight import check_resume, nothing_left
 
 SHAPE = ClipShape(4, 16, 16)
 
@@ -135,31 +133,6 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
             loaded[number] += [one.micro_batch for one in of_step if one.micro_batch.ids]
     for number, micro_batches in loaded.items():
         assert sorted(micro_batches) == plan.step(number)
-
-
-def test_another_loss_weight_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    manifest = write_toy_set(tmp_path, 6)
-    (tmp_path / "config.py").write_text(TRAIN.format(manifest=str(manifest)))
-    options = ["batch_size=2", "load=None", f"outputs={tmp_path / 'run'}"]
-    cfg = load_train_config(tmp_path / "config.py", options)
-    checkpoint = tmp_path / "run" / "step_00000002"
-    checkpoint.mkdir(parents=True)
-    state = {
-        "step": 2,
-        "seed": cfg.seed,
-        "batch_size": 2,
-        "micro_batches_per_step": 2,
-        "num_samples": 6,
-        "config": cfg.model_dump(mode="json"),
-    }
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    check_resume(cfg, checkpoint, make_dataset(cfg))
-    assert nothing_left(cfg, checkpoint, make_dataset(cfg)) is None
-    # Former versions have one loss_weight, and another one is logged.
-    assert "loss_weight" not in caplog.text
-    changed = cfg.model_copy(update={"loss_weight": "micro_batch"})
-    check_resume(changed, checkpoint, make_dataset(cfg))
-    assert "loss_weight is 'micro_batch', and was 'sample' up to" in caplog.text
 
 
 def test_clips_too_short_by_the_manifest_are_skipped(tmp_path: Path) -> None:

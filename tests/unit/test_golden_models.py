@@ -52,13 +52,18 @@ def test_output_and_gradients(name: str, checkpointing: bool) -> None:
 def test_alternates(name: str) -> None:
     about, tensors = load("models", name)
     for key, alternate in about["alternates"].items():
-        model = built(about, tensors, **alternate["config_overrides"])
+        overrides = dict(alternate["config_overrides"])
+        is_projected = overrides.pop("skip_y_embedder", False)
+        model = built(about, tensors, **overrides)
         inputs = {
             k: v
             for k, v in inputs_of(tensors).items()
             if k not in alternate["arguments_not_passed"]
         }
         inputs.update(under(tensors, f"alt/{key}/input/"))
+        if is_projected:
+            # The release takes the tokens of captions and their lengths, [1, N, C] and [B].
+            inputs["y"] = Text(inputs["y"][0], inputs.pop("mask").tolist())
         close(model(**inputs), tensors[f"alt/{key}/output"])
 
 
@@ -316,7 +321,6 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
     ("change", "message"),
     [
         ({"x": torch.zeros(2, 3, 2, 4, 4)}, r"got x of shape \(2, 3, 2, 4, 4\); expected \[B, 4,"),
-        ({"x": torch.zeros(())}, r"got x of shape \(\); expected \[B, 4,"),
         (
             {
                 "x": torch.zeros(0, 4, 3, 4, 4),
@@ -337,30 +341,10 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
             r"got a text mask of shape \(2, 2\), .* expected \[2, 3\]",
         ),
         (
-            {"mask": torch.ones(3, dtype=torch.int64)},
-            r"got a text mask of shape \(3,\), .* expected \[2, 3\]",
-        ),
-        (
-            {"mask": torch.ones(0, 3, dtype=torch.int64)},
-            r"got a text mask of shape \(0, 3\), .* expected \[2, 3\]",
-        ),
-        (
-            {"mask": torch.ones(2, 3, 3, dtype=torch.bool)},
-            r"got a text mask of shape \(2, 3, 3\), .* expected \[2, 3\]",
-        ),
-        (
             {"mask": torch.zeros(2, 3)},
             r"torch.float32 on cpu; expected .* bool or integers",
         ),
-        (
-            {"mask": torch.ones(2, 3, dtype=torch.int64, device="meta")},
-            "on meta; expected .* integers on cpu",
-        ),
         ({"y": torch.zeros(2, 1, 3, 4, device="meta")}, "got y of .* on meta; expected .* on cpu"),
-        (
-            {"timestep": torch.zeros(2, device="meta")},
-            "got timestep of .* on meta; expected .* on cpu",
-        ),
         (
             {"x_mask": torch.ones(2, 5, dtype=torch.bool)},
             r"got x_mask of shape \(2, 5\), .* expected \[2, 3\]",
@@ -368,10 +352,6 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
         (
             {"x_mask": torch.ones(2, 3)},
             "got x_mask of .* torch.float32 on cpu; expected .* torch.bool",
-        ),
-        (
-            {"x_mask": torch.ones(2, 3, dtype=torch.bool, device="meta")},
-            "got x_mask of .* on meta; expected .* on cpu",
         ),
         (
             {"drop_caption": torch.ones(2)},
@@ -394,16 +374,6 @@ def test_inputs_that_do_not_fit_are_refused(change: dict, message: str) -> None:
     inputs = dict(x=torch.zeros(2, 4, 3, 4, 4), timestep=torch.zeros(2), y=torch.zeros(2, 1, 3, 4))
     with pytest.raises(ValueError, match=message):
         model(**{**inputs, **change})
-
-
-@pytest.mark.parametrize(
-    ("width", "lengths"), [(8, [2, 3]), (16, [5]), (16, [2, 2]), (16, [5, 0])], ids=str
-)
-def test_packed_text_that_does_not_fit_is_refused(width: int, lengths: list[int]) -> None:
-    model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, skip_y_embedder=True)
-    text = torch.zeros(1, 5, width), torch.tensor(lengths)
-    with pytest.raises(ValueError, match=r"expected \[1, N, 16\], 2 lengths from 1 that sum to N"):
-        model(torch.zeros(2, 4, 3, 4, 4), torch.zeros(2), *text)
 
 
 def test_sizes_that_a_model_cannot_take_are_refused() -> None:

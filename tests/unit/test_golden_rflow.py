@@ -185,17 +185,6 @@ def test_training_timesteps() -> None:
     close(moved, 2 * plain / (1 + plain) * 1000)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(scale=0.0), "got scale 0.0; expected a positive number"),
-    ],
-)
-def test_options_that_do_not_exist_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RectifiedFlow(**options)
-
-
 def test_levels_of_frames_need_noise() -> None:
     with pytest.raises(ValueError, match="got frame_levels without draw_noise"):
         RectifiedFlow().sample(

@@ -61,41 +61,6 @@ def test_residual_block() -> None:
         close(block(tensors["input/x"]), tensors["output"])
 
 
-def test_activation_is_the_one_that_the_release_names() -> None:
-    """Its classes take "swish", the default, or "relu"."""
-    options = dict(
-        filters=8,
-        num_res_blocks=1,
-        channel_multipliers=(1, 1),
-        temporal_downsample=(True,),
-        num_groups=4,
-    )
-    x, state, found = (
-        torch.randn(1, 4, 4, 3, 3, generator=torch.Generator().manual_seed(0)),
-        None,
-        {},
-    )
-
-    for name in (None, "swish", "relu"):
-        vae = TemporalVAE(**options, **({} if name is None else {"activation_fn": name}))
-        state = state or vae.state_dict()
-        vae.load_state_dict(state)
-        activations = {"relu": torch.nn.ReLU()}.get(name, torch.nn.SiLU())
-        block = vae.decoder.block_res_blocks[0][0]
-        hidden = block.conv1(activations(block.norm1(torch.ones(1, 8, 2, 3, 3))))
-        wanted = block.conv2(activations(block.norm2(hidden))) + 1
-        torch.testing.assert_close(block(torch.ones(1, 8, 2, 3, 3)), wanted)
-        found[name] = vae.decode(vae.encode(x), num_frames=4)
-
-    assert torch.equal(found[None], found["swish"]) and not torch.allclose(
-        found["swish"], found["relu"]
-    )
-    with pytest.raises(
-        ValueError, match=r"got activation_fn 'gelu'; expected one of \['relu', 'swish'\]"
-    ):
-        build_parts({"vae_temporal": {**options, "activation_fn": "gelu"}}, "folder")
-
-
 @pytest.mark.parametrize("name", ["class_default_layout", "released_layout"])
 def test_temporal_autoencoder_and_its_gradients(name: str) -> None:
     about, tensors = load(f"temporal/{name}")

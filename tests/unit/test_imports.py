@@ -74,12 +74,6 @@ def test_models_know_nothing_of_processes() -> None:
         assert "sp_size" not in text and "process_group" not in text, path
 
 
-def test_nothing_imports_the_scripts() -> None:
-    """import-linter has the directions within the package (``make lint``)."""
-    for path in files():
-        assert not any(name.split(".")[0] == "scripts" for name in imported(path)), path
-
-
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh process."""
     return subprocess.run(

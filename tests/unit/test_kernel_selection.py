@@ -1,9 +1,5 @@
 """Which implementation of a kernel runs, and that torch.compile can trace the choice."""
 
-import sys
-from importlib import import_module
-from types import ModuleType
-
 import pytest
 import torch
 from interpreter import run_interpreted
@@ -12,8 +8,6 @@ from torch._subclasses import FakeTensorMode
 from opensora_sp.models import kernels
 from opensora_sp.models.attention import choose_backend
 from opensora_sp.models.kernels import fused
-
-PACKAGE = "opensora_sp.models.kernels"
 
 
 @pytest.fixture
@@ -74,45 +68,6 @@ def test_the_planner_traces_the_attention_that_a_config_names():
 def test_names_are_checked():
     with pytest.raises(ValueError, match="got kernels 'cuda'; expected one of 'auto'"):
         kernels.set_kernels("cuda")
-
-
-def plant():
-    """A module with a kernel that adds another number."""
-    module = ModuleType(f"{PACKAGE}.triton.planted")
-    module.add = lambda x: x + 2
-    sys.modules[module.__name__] = module
-    import_module(f"{PACKAGE}.triton").planted = module
-
-
-def add(x):
-    """As the functions of kernels are written."""
-    if kernels.chosen("planted", x):
-        from opensora_sp.models.kernels.triton import planted as kernel
-
-        return kernel.add(x)
-    return x + 1
-
-
-def choose_while_compiled():
-    """Results and graphs as the setting changes: one graph each, and none again."""
-    plant()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(add, backend=backend, fullgraph=True)
-    results = []
-    for setting in ("torch", "triton", "torch", "triton"):
-        kernels.set_kernels(setting)
-        results.append(float(compiled(torch.zeros(()))))
-    return results, len(graphs)
-
-
-@pytest.mark.slow
-def test_the_choice_is_a_constant_of_compiled_code():
-    assert run_interpreted(choose_while_compiled) == ([1, 2, 1, 2], 2)
 
 
 def choose_verified_while_compiled():

@@ -11,7 +11,7 @@ from interpreter import run_interpreted
 from planted_kernels import PACKAGE, SIZES, plant
 
 from opensora_sp import device_verification
-from opensora_sp.device_verification import choose_kernels, warn_of_changes
+from opensora_sp.device_verification import choose_kernels
 from opensora_sp.models.kernels import examples, fused, using_kernels, verification
 from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
 from opensora_sp.models.kernels.verification import (
@@ -97,49 +97,11 @@ def test_the_precision_of_products_stays_what_it_was(precision):
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_default_device_changes_nothing():
-    plant()
-    with torch.device("meta"):
-        assert {one.ok for one in verify_kernel("planted", SIZES, torch.bfloat16, CPU)} == {True}
-        calls = [one for name in kernel_names() for one in examples_of(name, SIZES)]
-    tensors = [z for one in calls for z in one.arguments.values() if isinstance(z, torch.Tensor)]
-    assert {z.device.type for z in tensors} == {"cpu"}
-
-
-def break_kernel(fault):
-    """The results that are wrong in bf16 with a fault that small examples do not show."""
-    from opensora_sp.models.kernels.triton import gelu, modulation, qk_norm
-
-    if fault == "rows":
-        module, add = modulation, modulation._add_pieces
-
-        def some(sums, bias_sums, *args):
-            if bias_sums is not None:
-                bias_sums[128:] = 0  # the first tile of rows alone
-            return add(sums, bias_sums, *args)
-
-        module._add_pieces = some
-    else:
-        module = {"gelu": gelu, "qk_norm": qk_norm}[fault]
-        whole, kept = module.sum_parts, {"gelu": 63, "qk_norm": 128}[fault]
-        module.sum_parts = lambda parts, dtype: whole(parts[:kept], dtype)
-
-    name = module.__name__.rpartition(".")[2]
-    found = verification._verify(name, SIZES, torch.bfloat16, CPU)
-    return [one.result for one in found if not one.ok]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["rows", "gelu", "qk_norm"])
-def test_examples_are_large_enough_to_show_faults(fault):
-    assert run_interpreted(break_kernel, fault)
-
-
 def every_kernel():
     """The results of all kernels of the project, interpreted, that differ."""
     wrong = []
     for name in kernel_names():
-        found = verify_kernel(name, Sizes(width=144, heads=2, hidden=288), torch.bfloat16, CPU)
+        found = verification._verify(name, Sizes(48, heads=2, hidden=96), torch.bfloat16, CPU)
         wrong += [str(one) for one in found if not one.ok]
     return wrong
 
@@ -162,7 +124,6 @@ def device(monkeypatch):
 
     monkeypatch.setattr(device_verification, "verify_kernel", verify)
     monkeypatch.setattr(device_verification, "obstacle", lambda device: None)
-    monkeypatch.setattr(device_verification, "_check_device", lambda *args: None)
     # After the test, other tests of this process take the kernels that they always take.
     with using_kernels("auto"):
         yield calls
@@ -258,31 +219,6 @@ def test_torch_and_other_devices_verify_nothing(device, caplog):
         "kernels: plain torch (the device is cpu)",
         "kernels: plain torch (they compute in float32)",
     ]
-
-
-def test_a_device_that_a_kernel_broke_is_an_error(monkeypatch):
-    def broken(*args, **options):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch, "zeros", broken)
-    with pytest.raises(ValueError, match="from gelu .* set kernels='torch'"):
-        device_verification._check_device("gelu", CUDA, RuntimeError("CUDA error"))
-
-
-def test_a_run_that_resumes_with_other_kernels_warns(caplog):
-    before, now = {"gelu": "triton", "qk_norm": "torch"}, {"gelu": "torch", "qk_norm": "torch"}
-    warn_of_changes(None, now)
-    warn_of_changes(now, now)
-    warn_of_changes({}, now)
-    assert not caplog.messages
-
-    warn_of_changes(before, now)
-    (warning,) = caplog.messages
-    assert "gelu by torch (there by triton); its losses may differ" in warning
-    assert "or set kernels='torch' for the whole run" in warning
-
-    warn_of_changes(now, before)
-    assert "gelu by triton (there by torch)" in caplog.messages[-1]
 
 
 def second_derivatives():

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from golden_models import check_output_and_gradients
 from interpreter import run_interpreted
 from random_weights import draw_weights
-from restarts import content_of
-from runs import write_training
 
-from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
-from opensora_sp.training.run import train
 
 SIZE = (2, 4, 4)
 COMMON = dict(hidden_size=144, depth=1, num_heads=2, caption_channels=8, model_max_length=6)
@@ -97,42 +89,3 @@ def are_equal_when_offloaded(name: str) -> bool:
 def test_gradients_where_the_input_of_blocks_is_offloaded() -> None:
     """The block sees its input in another layout of memory when it is recomputed."""
     assert run_interpreted(are_equal_when_offloaded, "STDiT2")
-
-
-def golden(name: str, compiled: bool) -> None:
-    with using_kernels("triton"):
-        check_output_and_gradients(name, compiled=compiled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [
-        ("stdit_v12_framemask", False),
-        ("stdit3_v13_window_cond", True),
-    ],
-)
-def test_reference_values_of_the_releases(name: str, compiled: bool) -> None:
-    run_interpreted(golden, name, compiled)
-
-
-# A clip of 2 frames; one pair of blocks, everything recomputed.
-TINY = ["sp_size=1", "batch_size=1", "micro_batches_per_step=1", "num_frames=2", "model.depth=1"]
-TINY += ["image_size=(8, 8)", "model.qk_norm=True", "ckpt_every=1", "num_workers=0"]
-
-
-def train_in_parts(config: Path, outputs: Path, ends: list[int]) -> tuple[Any, Any]:
-    """Train with kernels to one step after the other; what the last checkpoint holds."""
-    for end in ends:
-        options = [f"outputs={outputs}", f"max_steps={end}", "kernels=triton", *TINY]
-        train(load_train_config(config, options), resume="auto")
-    return content_of(outputs, ends[-1])
-
-
-@pytest.mark.slow
-def test_exact_resume(tmp_path: Path) -> None:
-    config = write_training(tmp_path, 6)
-    whole = run_interpreted(train_in_parts, config, tmp_path / "whole", [2])
-    resumed = run_interpreted(train_in_parts, config, tmp_path / "resumed", [1, 2])
-    assert set(whole[1]["kernels"].values()) == {"triton"}
-    assert resumed == whole

@@ -9,7 +9,6 @@ import pytest
 import torch
 from capabilities import CAPABILITIES
 from interpreter import run_interpreted
-from waves import end_of
 
 from opensora_sp.models.conditions import Conditioning, Text
 from opensora_sp.models.kernels import Kernels, Part, fused, using_kernels
@@ -218,30 +217,6 @@ def largest_difference(wanted: torch.Tensor, ours: torch.Tensor) -> float:
 def test_any_range_of_rows_finds_its_entries(layout: str) -> None:
     for name, difference in run_interpreted(differences_of_local_rows, layout).items():
         assert difference < 1e-5, (name, difference)
-
-
-# Local tokens up to a limit, and how long the last slot may take, by the mean; as measured.
-SPANS = [(2_112, 1.0), (8_448, 1.26), (13_200, 1.19), (1_000_000, 1.13)]
-
-
-@pytest.mark.parametrize("slots", [528, 456, 432])
-def test_programs_of_backward_end_together_on_every_gpu(slots: int) -> None:
-    """Or one token after the mean, which is the least that a program can have."""
-    from opensora_sp.models.kernels.triton import modulation
-
-    first = 1
-    for limit, span in SPANS:
-        for tokens in range(first, limit, max(1, limit // 2_000)):
-            x, entry = torch.empty(1, tokens, 1, device="meta"), torch.empty(1, 1, 1, 1)
-            shares = modulation._shares(x, entry, 0, 0, backward=True)
-            programs = [shares.large] * shares.large_programs
-            programs += [shares.small] * (shares.programs - shares.large_programs)
-            programs[-1] -= sum(programs) - tokens
-            assert min(programs) > 0, tokens
-
-            longest, mean = end_of(programs, slots), tokens / slots
-            assert longest <= mean + 1 or longest <= span * mean, (tokens, longest, mean)
-        first = limit
 
 
 # E, activations of a token: what each launcher may read and write, forward or backward.

@@ -113,20 +113,6 @@ def test_buffers_are_used_again(memory: HostMemory) -> None:
         assert {size: len(buffers) for size, buffers in memory._free.items()} == {
             512: 2 * (2 * DEPTH - 1)
         }
-        assert memory._pinned == 512 * 2 * (2 * DEPTH - 1)
-
-
-def test_a_host_without_memory_is_named(
-    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory.take(100)
-
-    def refuse(*args: Any, **options: Any) -> Tensor:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(RuntimeError, match="got no 0.0 MB of pinned memory.*set grad_checkpoint"):
-        memory.take(64)
 
 
 @pytest.mark.parametrize("next_block", [True, False], ids=["next block", "backward"])

@@ -19,7 +19,6 @@ from PIL import Image
 from opensora_sp.cli.sample import parse
 from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
 from opensora_sp.data import read_frames
-from opensora_sp.models import compile_blocks
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling import outputs, read_prompts, sample
@@ -177,7 +176,7 @@ def test_skip_existing_continues_where_a_run_stopped(
         again.model_copy(update={"format": "mp4", "prompts": again.prompts[:1], "num_samples": 1})
     )
     assert (folder / "000-a-red-circle.mp4").is_file()
-    assert '000-a-red-circle.mp4 is of another request (format "gif", now "mp4")' in caplog.text
+    assert "000-a-red-circle.mp4 is of another request (format)" in caplog.text
 
     sample(again)
     assert not (folder / "000-a-red-circle.mp4").is_file()
@@ -185,10 +184,7 @@ def test_skip_existing_continues_where_a_run_stopped(
     changed = [*again.prompts[:2], again.prompts[2].model_copy(update={"fps": 8.0})]
     written = sample(again.model_copy(update={"prompts": changed}))
     assert {path.name for path in written} == {"002-a-blue-square.gif", "002-a-blue-square-s1.gif"}
-    assert (
-        "002-a-blue-square.gif is of another request (fps 4.0, now 8.0); it is sampled again"
-        in caplog.text
-    )
+    assert "002-a-blue-square.gif is of another request (fps); it is sampled again" in caplog.text
 
 
 def test_a_changed_reference_makes_another_request(
@@ -211,25 +207,6 @@ def test_a_changed_reference_makes_another_request(
     Image.new("RGB", (24, 28), "blue").save(reference)
     assert sample(cfg) == [video]
     assert "000-a.png is of another request (input_sha256" in caplog.text
-
-
-def test_nothing_half_written_is_left_under_a_name(
-    asked: InferenceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = Output.add
-
-    def interrupted(self: Output, frames: np.ndarray) -> None:
-        add(self, frames)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Output, "add", interrupted)
-    for kind in ("mp4", "gif"):
-        with pytest.raises(KeyboardInterrupt):
-            sample(asked.model_copy(update={"outputs": str(tmp_path / kind), "format": kind}))
-        assert list((tmp_path / kind).iterdir()) == []
-    (request,) = requests_of(asked, ["never begun"])[:1]
-    Output(tmp_path / "gif", request, {"format": "mp4"}, 8).abort()
-    assert list((tmp_path / "gif").iterdir()) == []
 
 
 def test_text_is_encoded_once_for_all_steps_and_samples(trained: Path) -> None:
@@ -268,21 +245,6 @@ def test_guidance_of_scale_one_costs_no_second_half(trained: Path) -> None:
     torch.testing.assert_close(*found.values(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_sampling_reports_what_its_first_step_compiles(
-    trained: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cfg = load_inference_config(trained / "sample.py")
-    pipeline = build_pipeline(cfg, trained, SequenceMesh(1), torch.device("cpu"))
-    compile_blocks(pipeline.model, backend="eager")
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            pipeline.latents(requests_of(cfg, ["white"]))
-
-    (warm_up,) = (message for message in caplog.messages if "warm-up" in message)
-    assert warm_up.startswith("sampling: warm-up of ") and "graphs were compiled" in warm_up
-
-
 @pytest.mark.parametrize(
     ("prompts", "world", "chosen"),
     [
@@ -306,10 +268,7 @@ def test_replicas_and_sequence_parallelism_are_mixed_by_estimate(
     places = [request.index for request in chain.from_iterable(batches)]
     assert sorted(places) == list(range(len(prompts)))
     count = world // chosen
-    assert (
-        f"{count} group{'s' * (count > 1)} of {chosen} (sp_size {chosen}), by estimate; sp_size"
-        in groups.why
-    )
+    assert f"{count} group{'s' * (count > 1)} of {chosen} (sp_size {chosen}), the" in groups.why
     asked_for = choose_groups(cfg.model_copy(update={"sp_size": world}), requests, world)
     assert asked_for.sp_size == world and "as asked for" in asked_for.why
 

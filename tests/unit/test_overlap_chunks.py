@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts, block_flops
 from opensora_sp.parallel.engine import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
-from opensora_sp.parallel.rank_groups import nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 from opensora_sp.parallel.strategies.few_units import few_frames_costs
-from opensora_sp.training.summary import describe_exchanges
 
 XL2: Any = resolve_config("STDiT3-XL/2")
 IMAGES: dict[str, Any] = dict(skip_temporal=True)
@@ -61,12 +58,6 @@ def test_chunks_between_nodes_where_a_switch_takes_longer_than_their_launches():
     assert chosen((1, 64, 64, 64), 8, between=True).num_chunks == 1
 
 
-@pytest.mark.parametrize("value", [0, -1, "many"])
-def test_other_values_are_refused(value):
-    with pytest.raises(ValueError, match=f"got overlap_chunks {value}; expected at least 1, or"):
-        Options(overlap_chunks=value)
-
-
 def test_few_frames_are_divided_by_the_link_of_the_group():
     """7 frames on 8 ranks: by heads 3.5 frames are sent in place of 2, for an eighth of the work,
     which pays inside a node alone.
@@ -106,43 +97,3 @@ def test_groups_that_span_nodes(monkeypatch):
     assert not SequenceMesh(1).spans_nodes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert not SequenceMesh(1).spans_nodes
-
-
-def lines(sp_size: int = 8, *, between: bool = False, **options: Any) -> list[str]:
-    mesh = SequenceMesh.imagined(sp_size, 0)
-    mesh._current = replace(mesh._current, spans_nodes=between)
-    return described(mesh, **options)
-
-
-def described(
-    mesh: SequenceMesh, batch_size: int = 1, model: Any = XL2, **options: Any
-) -> list[str]:
-    cfg = SimpleNamespace(
-        vae=dict(type="PatchPoolVAE", pool=(1, 8, 8)),
-        num_frames=64,
-        size=(512, 512),
-        batch_size=batch_size,
-    )
-    module = SimpleNamespace(config=model, dtype=SimpleNamespace(itemsize=2))
-    parallel = Options(**options)
-    return describe_exchanges(cfg, mesh, module, parallel)  # type: ignore[arg-type]
-
-
-def test_one_line_for_each_degree_states_strategy_and_chunks():
-    assert lines() == [
-        "8 ranks share a batch by 'switch', exchanges in one piece (overlap_chunks='auto')"
-    ]
-    assert "exchanges in one piece" in lines(between=True)[0]
-    assert lines(overlap_chunks=4)[0].endswith("exchanges in 4 chunks (overlap_chunks=4)")
-    assert lines(sp_size=1) == []
-
-
-def test_with_a_degree_for_each_micro_batch_every_degree_has_a_line():
-    mesh = SequenceMesh.imagined(8, 0)
-    mesh.ranks_per_node, mesh.family = 4, nested_groups(8, 4)
-    mesh._current = replace(mesh._current, spans_nodes=True)
-    two, four, eight = described(mesh, batch_size=2)
-    assert two.startswith("2 ranks share a batch by 'whole samples', exchanges in one piece")
-    assert four.startswith("4 ranks share a batch by 'switch', exchanges in one piece")
-    # The larger batch pays for chunks between nodes, not inside of one.
-    assert eight.startswith("8 ranks share a batch by 'switch', exchanges in 2 chunks")

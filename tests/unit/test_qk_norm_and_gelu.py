@@ -16,12 +16,8 @@ import torch
 from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
-from waves import end_of
 
-from opensora_sp.models import build_model
 from opensora_sp.models.kernels import using_kernels
 from opensora_sp.models.kernels.fused import linear_gelu, linear_qk_norm, qk_norm
 from opensora_sp.models.layers import Mlp, SelfAttention
@@ -162,38 +158,6 @@ def test_gelu(dtype):
     run_interpreted(check_gelu, dtype)
 
 
-@pytest.mark.parametrize("slots", [924, 798, 756])
-def test_programs_of_gelu_end_together_on_every_gpu(slots: int) -> None:
-    """Or one tile after the mean, which is the least that a program can have."""
-    from triton.runtime.jit import JITFunction
-
-    from opensora_sp.models.kernels.triton import gelu
-
-    for tokens in [*range(1, 20_000, 487), *range(20_000, 100_000, 9_973)]:
-        x, bias = (torch.empty(n, 4608, device="meta").bfloat16() for n in (tokens, 1))
-        with mock.patch.object(JITFunction, "run") as run:
-            gelu._backward(x, x, bias[0])
-        launch = run.call_args_list[0].kwargs
-        columns, parts = launch["grid"]
-        tiles = -(-tokens // launch["ROWS"])
-
-        programs = [len(range(part, tiles, parts)) for part in range(parts) for _ in range(columns)]
-        longest, mean = end_of(programs, slots), tiles * columns / slots
-        assert longest <= max(mean + 1, 1.15 * mean), (tokens, longest, mean)
-
-
-def check_sums() -> None:
-    from opensora_sp.models.kernels.triton.sums import sum_parts
-
-    for count, width in ((300, 19), (1, 40), (0, 3)):
-        parts = normal(count, width, seed=0)
-        torch.testing.assert_close(sum_parts(parts, torch.float32), parts.sum(0))
-
-
-def test_sums_of_programs():
-    run_interpreted(check_sums)
-
-
 def check_linear_gelu() -> None:
     from opensora_sp.models.kernels.triton import gelu as kernel
 
@@ -322,35 +286,6 @@ def test_layers_with_kernels():
     run_interpreted(check_layers)
 
 
-def check_compiled() -> None:
-    attention, mlp = layers()
-    inputs = [normal(6, 3, 3, 2, 8, seed=0).double(), normal(6, 3, 16, seed=1).double()]
-    grads = [normal(6, 3, 2, 8, seed=i).double() for i in range(3)]
-    grads.append(normal(6, 3, 16, seed=4).double())
-    rotation = attention.ropes[0].rotation(ROWS, False, torch.device("cpu"))
-
-    def function(qkv: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        norms = attention.q_norm, attention.k_norm
-        weights = [norm.weight for norm in norms]
-        return *qk_norm(qkv, *weights, rotation, EPS), mlp(x)
-
-    wanted = derivatives(function, inputs, grads)
-    operators = []
-
-    def record(graph: GraphModule, _: list[Tensor]) -> GraphModule:
-        operators.extend(str(node.target) for node in graph.graph.nodes)
-        return graph
-
-    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=record), fullgraph=True)
-    found = derivatives(compiled, inputs, grads)
-    assert {f"opensora_sp.{kernel}.default" for kernel in KERNELS} <= set(operators)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_compiled_without_a_break():
-    run_interpreted(check_compiled)
-
-
 def devices_of_launches() -> list[tuple[int, ...]]:
     """The shapes of the tensors whose device is current at launches, forward and backward."""
     from opensora_sp.models.kernels.triton import gelu as kernel
@@ -381,56 +316,6 @@ def devices_of_launches() -> list[tuple[int, ...]]:
 
 def test_kernels_are_launched_on_the_device_of_their_tensors() -> None:
     assert run_interpreted(devices_of_launches) == [(5, 3), (5, 3)]
-
-
-SMALL = dict(hidden_size=24, depth=2, num_heads=2, caption_channels=5, model_max_length=4)
-
-
-def small_model() -> torch.nn.Module:
-    model = build_model("STDiT3", **SMALL, qk_norm=True).double()
-    for i, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad:
-            parameter.data = 0.3 * normal(*parameter.shape, seed=i).double()
-    return model
-
-
-def model_gradients(model: torch.nn.Module) -> list[Tensor]:
-    x = normal(2, 4, 3, 4, 6, seed=1).double().requires_grad_()
-    y = normal(2, 1, 4, 5, seed=2).double()
-    samples = {name: torch.ones(2, dtype=torch.float64) for name in model.sample_inputs}
-
-    model.zero_grad()
-    model(x, torch.tensor([900.0, 5.0]).double(), y, **samples).square().sum().backward()
-    trained = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-    return [x.grad, *trained]
-
-
-def check_levels(level: int) -> None:
-    """Recomputation finds the same products to keep, and gradients have the same bits."""
-    model = small_model()
-    wanted = model_gradients(model)
-    with using_kernels("torch"):
-        torch.testing.assert_close(wanted, model_gradients(model), rtol=1e-8, atol=1e-8)
-
-    model.set_grad_checkpoint([level] * len(model.transformer_blocks))
-    with OperatorNames() as fused:
-        found = model_gradients(model)
-    assert all(map(torch.equal, found, wanted))
-    assert fused.kernels.count("qk_norm") == 2 * fused.kernels.count("qk_norm_backward") == 8
-
-    with using_kernels("torch"), OperatorNames() as plain:
-        model_gradients(model)
-    products = [
-        sum(name in ("aten::mm", "aten::addmm") for name in operators.names)
-        for operators in (fused, plain)
-    ]
-    assert products[0] == products[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", [4])
-def test_levels_of_recomputation(level):
-    run_interpreted(check_levels, level)
 
 
 SHAPE = 8, 64, 16, 72  # R, L, H, D

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import ceil, log2
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from opensora_sp.parallel.rank_groups import (
     RankGroup,
     check_degrees,
     fixed_groups,
-    group_sizes,
     groups_with,
     nested_groups,
     within_nodes,
@@ -96,54 +94,6 @@ def test_a_group_on_several_nodes_has_whole_nodes(world: tuple[int, int]) -> Non
         if len(nodes) > 1:
             assert group.start % ranks_per_node == 0
             assert group.stop % ranks_per_node == 0 or group.stop == world_size
-
-
-def test_a_group_asks_for_its_members() -> None:
-    group = RankGroup(4, 7)
-
-    assert [rank for rank in range(9) if rank in group] == [4, 5, 6]
-    assert group.size == 3
-    assert str(group) == "ranks 4-6"
-    assert str(RankGroup(4, 5)) == "rank 4"
-    assert group_sizes(nested_groups(7, 8)) == [1, 2, 3, 4, 7]
-
-
-def finishes(queues: list[list[RankGroup]]) -> bool:
-    """Whether ranks that run these collectives in their orders all finish.
-
-    A collective runs once it is the next one of all members of its group. Which of several runs
-    first makes no difference: none of them can take another's turn.
-    """
-    progressed = True
-    while progressed:
-        progressed = False
-        for rank in range(len(queues)):
-            if not queues[rank]:
-                continue
-            group = queues[rank][0]
-            if all(queues[member] and queues[member][0] == group for member in group.ranks):
-                for member in group.ranks:
-                    queues[member].pop(0)
-                progressed = True
-    return not any(queues)
-
-
-def queues_of(schedule: list[RankGroup], world_size: int) -> list[list[RankGroup]]:
-    return [[group for group in schedule if rank in group] for rank in range(world_size)]
-
-
-@settings(deadline=None)
-@given(st.integers(1, 40), st.integers(1, 16), st.randoms(use_true_random=False))
-def test_no_schedule_with_the_largest_groups_first_deadlocks(
-    world_size: int, ranks_per_node: int, random: Random
-) -> None:
-    """Ranks sort their groups on their own, also those of several micro-batches."""
-    family = nested_groups(world_size, ranks_per_node)
-    schedule = random.choices(family, k=2 * world_size)
-    queues = [
-        sorted(queue, key=lambda group: -group.size) for queue in queues_of(schedule, world_size)
-    ]
-    assert finishes(queues)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.bucket_levels import BucketLevels, levels_for
-from opensora_sp.planner.memory import budget_of, choose_levels, describe
+from opensora_sp.planner.memory import budget_of, choose_levels
 from opensora_sp.planner.trace import Activations, trace_activations
 from opensora_sp.training import memory_fit
 
@@ -186,7 +186,7 @@ def test_the_budget_follows_how_blocks_run(
 
 def test_a_batch_takes_the_levels_of_the_smallest_planned_batch_that_contains_it():
     def planned(level: int, *sizes: int, ranks: int = 2) -> BucketLevels:
-        return BucketLevels("", ranks, BatchShape(*sizes, 24, 2), [level], 0, "")
+        return BucketLevels("", ranks, BatchShape(*sizes, 24, 2), [level], "")
 
     plans = [planned(6, 4, 8, 100), planned(3, 2, 32, 200), planned(5, 2, 16, 300)]
     plans.append(planned(1, 9, 99, 999, ranks=1))
@@ -200,14 +200,3 @@ def test_a_batch_takes_the_levels_of_the_smallest_planned_batch_that_contains_it
         levels(2, 17, 201) is True and levels(5, 1, 1) is True and levels(1, 1, 1, ranks=4) is True
     )
     assert levels(5, 8, 100, ranks=1) == [1]
-
-
-def test_descriptions():
-    assert describe([EVERYTHING] * 4) == "nothing is recomputed"
-    assert describe([0] * 4) == "each of 4 blocks keeps nothing but the input"
-    mixed = describe([3, 3, 2, 2])
-    assert mixed == (
-        "each of 4 blocks keeps MLP output, self-attention; 2 of them also cross-attention"
-    )
-    assert describe([7, 0]).endswith("nothing but the input; 1 of them everything")
-    assert describe([0, -1, -1]) == "inputs of 2 of 3 blocks are kept in pinned host memory"

@@ -17,7 +17,6 @@ from logs import captured_lines
 from opensora_sp.data.limits import Limits
 from opensora_sp.training import metrics
 from opensora_sp.training.metrics import (
-    LogFile,
     Reporter,
     append_line,
     draw_loss,
@@ -197,18 +196,3 @@ def test_metrics_stay_where_they_cannot_be_rewritten(tmp_path: Path) -> None:
     (tmp_path / ".partial-metrics.jsonl").symlink_to("/dev/full")
     report(tmp_path, range(3, 4))
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
-
-
-def test_a_log_file_that_cannot_be_written_is_reported_once(
-    log: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    full_disk(tmp_path / "train.log")
-    logger = logging.getLogger("opensora_sp")
-    logger.addHandler(LogFile(tmp_path / "train.log"))
-    for number in range(3):
-        logger.info("line %d", number)
-
-    assert [line for line in log if line.startswith("line ")] == ["line 0", "line 1", "line 2"]
-    (warning,) = [line for line in log if "incomplete" in line]
-    assert "train.log" in warning and "No space left on device" in warning
-    assert "Traceback" not in capsys.readouterr().err

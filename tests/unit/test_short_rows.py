@@ -7,7 +7,6 @@ from interpreter import run_interpreted
 
 from opensora_sp.models.kernels import fused
 from opensora_sp.models.kernels.fused import explicit_softmax
-from opensora_sp.models.recompute import EVERYTHING
 
 # Of the reference in at least float32: rounding of 16-bit results, and of the softmax's weights.
 TOLERANCES = {
@@ -114,58 +113,6 @@ def of_far_rows():
 
 def test_offsets_over_2_31():
     assert max(run_interpreted(of_far_rows)) < TOLERANCES[torch.bfloat16]
-
-
-class Counted:
-    """A kernel that counts its launches."""
-
-    def __init__(self, kernel):
-        self.kernel, self.launches = kernel, 0
-
-    def __getitem__(self, grid):
-        self.launches += 1
-        return self.kernel[grid]
-
-
-def model_steps(*steps):
-    """Output, gradients and launches of forward kernels of a small model.
-
-    A step is a setting of kernels and a level of gradient checkpointing.
-    """
-    from random_weights import draw_weights
-
-    from opensora_sp.models import build_model
-    from opensora_sp.models.kernels import using_kernels
-    from opensora_sp.models.kernels.triton import short_rows
-
-    short_rows._short_rows_forward = kernel = Counted(short_rows._short_rows_forward)
-    sizes = dict(hidden_size=32, depth=1, num_heads=2, caption_channels=8, model_max_length=4)
-    model = draw_weights(build_model("STDiT3", **sizes, qk_norm=True).double())
-    x = torch.randn(1, 4, 3, 2, 4, generator=torch.Generator().manual_seed(1)).double()
-    inputs = dict(timestep=torch.full((1,), 500.0), y=torch.ones(1, 1, 4, 8).double())
-    inputs |= {name: torch.full((1,), 24.0) for name in model.sample_inputs}
-
-    results = []
-    for setting, level in steps:
-        kernel.launches = 0
-        model.set_grad_checkpoint([level] * 2)
-        leaf = x.clone().requires_grad_()
-        with using_kernels(setting):
-            out = model(leaf, **inputs)
-            grads = torch.autograd.grad(out.square().sum(), [leaf, model.x_embedder.proj.weight])
-        results.append(([out.detach(), *grads], kernel.launches))
-    return results
-
-
-def test_models_take_the_kernel_and_recompute_it_below_its_level():
-    """A spatial and a temporal block, of 2 patches and 3 frames: both have short rows."""
-    steps = ("torch", EVERYTHING), ("triton", 1), ("triton", 2), ("triton", EVERYTHING)
-    results = run_interpreted(model_steps, *steps)
-
-    assert [launches for _, launches in results] == [0, 4, 2, 2]
-    expected = results[0][0]
-    for found, _ in results[1:]:
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def builds(length, width, dtype, capability):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -30,7 +29,6 @@ from studio_runs import log_step, write_run
 from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config
-from opensora_sp.data import read_video
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
 from opensora_sp.parallel import SequenceMesh, closing_process_group
@@ -38,19 +36,24 @@ from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.runtime.rendezvous import join_rendezvous
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.outputs import facts_of
-from opensora_sp.studio import UPLOADS, history, session, views
+from opensora_sp.studio import UPLOADS, session, views
 from opensora_sp.studio.folders import Folders, short_names
-from opensora_sp.studio.form import FIELDS, placed_frames, refusal, settings_of, values_of
-from opensora_sp.studio.jobs import Job, Queue, work_of
-from opensora_sp.studio.session import Session, serve
-from opensora_sp.training.curves import CURVES, Status, changes, config_of, plot
+from opensora_sp.studio.form import FIELDS, placed_frames, refused_field, settings_of, worded
+from opensora_sp.studio.jobs import Job, Queue, with_references
+from opensora_sp.studio.session import Work
+from opensora_sp.training.curves import CURVES, Status, changes, config_of, traces
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"
 
 
 @pytest.fixture
 def folders(trained: Path, tmp_path: Path) -> Folders:
-    return Folders.of([str(trained)], str(tmp_path / "studio"))
+    return Folders([str(trained)], str(tmp_path / "studio"))
+
+
+def checked(values: dict[str, Any], folders: Folders, nproc: int = 1) -> Work:
+    """The work that the page makes of its fields."""
+    return Queue(folders, SimpleNamespace(nproc=nproc)).check(values)  # type: ignore[arg-type]
 
 
 def test_paths_outside_of_the_folders_are_refused(
@@ -71,19 +74,18 @@ def test_paths_outside_of_the_folders_are_refused(
         {"ckpt": str(tmp_path), "prompt": "a"},
         {"ckpt": "hpcai-tech/OpenSora-STDiT-v3", "prompt": "a"},
         {"ckpt": str(trained), "prompt": "a", "lora": [f"{tmp_path}:0.5"]},
-        {"ckpt": str(trained), "prompt": "a", "reference_path": str(secret)},
+        {"ckpt": str(trained), "prompt": "a", "reference_path": [str(secret)]},
         {"ckpt": str(trained), "prompt": f"a{in_prompt}"},
     ):
         with pytest.raises(ValueError, match=OUTSIDE):
-            work_of(values, folders, nproc=1, outputs=folders.outputs)
+            checked(values, folders)
 
 
-@pytest.mark.parametrize("outputs", ["studio", "runs/studio"])
-def test_code_among_uploads_is_not_executed(outputs: str, trained: Path, tmp_path: Path) -> None:
+def test_code_among_uploads_is_not_executed(trained: Path, tmp_path: Path) -> None:
     runs, executed = tmp_path / "runs", tmp_path / "executed"
     for name in ("good", "bare", "linked"):
         shutil.copytree(trained, runs / name)
-    folders = Folders.of([str(runs)], str(tmp_path / outputs))
+    folders = Folders([str(runs)], str(runs / "studio"))
     upload = folders.outputs / UPLOADS / "x"
     shutil.copytree(trained, upload)
     (upload / "sample.py").write_text(f"open({str(executed)!r}, 'w')")
@@ -99,55 +101,76 @@ def test_code_among_uploads_is_not_executed(outputs: str, trained: Path, tmp_pat
         {"ckpt": str(runs / "good"), "lora": [str(upload)]},
     ):
         with pytest.raises(ValueError, match=OUTSIDE):
-            work_of(values | {"prompt": "a"}, folders, nproc=1, outputs=folders.outputs)
+            checked(values | {"prompt": "a"}, folders)
     assert not executed.exists()
 
+    # Weights that a training has replaced are other ones.
     good = {"ckpt": str(runs / "good"), "prompt": "a"}
-    work = work_of(good, folders, nproc=1, outputs=folders.outputs / "1")
-    assert work == work_of(good, folders, nproc=1, outputs=folders.outputs / "1")
+    work = checked(good, folders)
+    assert work == checked(good, folders)
     os.utime(runs / "good" / "model.safetensors", ns=(1, 1))
-    trained_again = work_of(good, folders, nproc=1, outputs=folders.outputs / "1")
+    trained_again = checked(good, folders)
     assert trained_again.weights == work.weights and trained_again.versions != work.versions
 
 
-def test_requests_are_checked_as_those_of_the_command(trained: Path, folders: Folders) -> None:
-    good = {"ckpt": str(trained), "prompt": "a red circle", "resolution": "", "num_frames": "1"}
-    work = work_of(good | {"seed": "7"}, folders, nproc=2, outputs=folders.outputs)
+def test_a_request_is_checked_and_its_error_is_of_a_field(trained: Path, folders: Folders) -> None:
+    def check(values: Any) -> Any:
+        return checked(values, folders)
+
+    good = dict.fromkeys(FIELDS, "") | {"ckpt": str(trained), "prompt": "a", "num_frames": "1"}
+    assert refused_field(good, check) == ""
+    work = checked(good | {"seed": "7"}, folders, nproc=2)
     assert work.weights == trained and work.request.shape == (1, 28, 24)
     assert work.request.seed == 7 and work.cfg.sp_size == 2 and work.cfg.format == "mp4"
 
-    for change, message in (
-        ({"prompt": " "}, "got no prompt; expected one; choose or type it"),
-        ({"ckpt": None}, "got no checkpoint; expected one; choose or type it"),
-        ({"resolution": "wide"}, "resolution"),
-        ({"num_frames": "100000"}, "got clips of 100,000 frames of 28 x 24 pixels"),
-        ({"scheduler.cfg_scale": "much"}, "cfg_scale"),
-        ({"scheduler.cfg_scale": "nan"}, "cfg_scale = .nan.; expected a finite number"),
-        ({"scheduler.num_sampling_steps": "1000000000"}, "at most 100,000 steps"),
-        ({"fps": "nan"}, "fps = .*; expected a finite number"),
-        ({"lora": [f"{trained}:1e300"]}, "the scale 1e300; expected a finite number up to 1000"),
-        (
-            {"resolution": "29x24", "num_frames": "5"},
-            "expected even sides.*; take 28x24, or format='gif'",
-        ),
-        ({"mask_strategy": "0,9"}, "with 0 references; expected a reference below"),
+    for key, setting, part in (
+        ("ckpt", None, "got no checkpoint; expected one; fill it in"),
+        ("ckpt", str(folders.outputs), "expected one inside of"),
+        ("prompt", " ", "got no prompt; expected one; fill it in"),
+        ("resolution", "wide", "got Size 'wide'"),
+        ("num_frames", "many", "Frames"),
+        ("num_frames", "100000", "got clips of 100,000 frames of 28 x 24 pixels"),
+        ("fps", "nan", "expected a finite number"),
+        ("scheduler.num_sampling_steps", "1000000000", "at most 100,000 steps"),
+        ("scheduler.cfg_scale", "nan", "Guidance"),
+        ("seed", "x", "seed"),
+        ("reference_path", [str(folders.outputs / "none.png")], "none.png"),
+        ("mask_strategy", ["0,9"], "with 0 references; expected a reference below"),
+        ("lora", [f"{trained}:1e300"], "the scale 1e300; expected a finite number up to 1000"),
     ):
-        with pytest.raises(ValueError, match=message):
-            work_of(good | change, folders, nproc=1, outputs=folders.outputs)
-    empty = Folders.of([str(folders.outputs)], str(folders.outputs))
+        with pytest.raises((ValueError, OSError)) as caught:
+            check(good | {key: setting})
+        error = worded(caught.value)
+        assert refused_field(good | {key: setting}, check) == key and part in error, error
+        assert not re.search(r"scheduler\.|cfg_|--|\.py:", error), error
+    # The first of two; and two that do not fit each other.
+    assert refused_field(good | {"seed": "x", "resolution": "wide"}, check) == "resolution"
+    with pytest.raises(ValueError, match=r"expected even sides.*; take 28x24, or format='gif'"):
+        check(good | {"resolution": "29x24", "num_frames": "5"})
+
+    (folders.outputs / "run").mkdir()
+    bare = Folders([str(folders.outputs)], str(folders.outputs))
     with pytest.raises(ValueError, match=r"without sample\.py; expected a run"):
-        values = {"ckpt": str(empty.outputs), "prompt": "a"}
-        work_of(values, empty, nproc=1, outputs=empty.outputs)
+        checked({"ckpt": str(bare.outputs / "run"), "prompt": "a"}, bare)
 
 
-def test_lists_of_runs_and_weights(trained: Path, folders: Folders) -> None:
-    assert folders.weights() == [trained] and folders.adapters() == []
-    assert folders.trained() == [] and folders.history() == []
-
-    (folders.outputs / "1").mkdir()
-    for name in ("000-a.json", "000-a.mp4", "000-a.png"):
-        (folders.outputs / "1" / name).touch()
-    assert folders.history() == [folders.outputs / "1" / "000-a.mp4"]
+def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Folders) -> None:
+    for name in ("fir", "oak", "other"):
+        folder = folders.outputs / name
+        folder.mkdir()
+        facts = {"prompt": f"cat {name}", "seed": 5} if name != "other" else {}
+        (folder / "000-a.json").write_text(json.dumps(facts))
+        for file in ("000-a.mp4", "000-a.png", "000-a.0.png", "000-ab.png"):
+            (folder / file).touch()
+    assert folders.weights() == [trained] and folders.adapters() == folders.trained() == []
+    results = folders.history()
+    assert [result.caption for result in results] == [
+        "cat oak | seed 5 | oak",
+        "cat fir | seed 5 | fir",
+    ]
+    assert results[1].video == folders.outputs / "fir" / "000-a.mp4"
+    results[1].delete()
+    assert [path.name for path in (folders.outputs / "fir").iterdir()] == ["000-ab.png"]
 
 
 class HeldRanks:
@@ -165,8 +188,6 @@ class HeldRanks:
         self.proceed.acquire()
         if work.request.prompt.text == "fails":
             raise ValueError("got 'a'; expected b; do c")
-        if work.request.prompt.text == "unwritten":
-            return "error", "got OSError"
         return ("cancelled",) if is_cancelled() else ("done", "video.mp4")
 
 
@@ -179,35 +200,35 @@ def submitted(queue: Queue, values: dict[str, Any]) -> Job:
 def test_the_queue_samples_in_order_and_survives_failures(trained: Path, folders: Folders) -> None:
     ranks = HeldRanks()
     queue = Queue(folders, ranks)  # type: ignore[arg-type]
-    names = ("fails", "b", "c", "unwritten", "d")
+    names = ("fails", "b", "c", "d")
     jobs = [submitted(queue, {"ckpt": str(trained), "prompt": name}) for name in names]
-    assert len({job.work.cfg.outputs for job in jobs if job.work is not None}) == 5
+    assert len({job.work.cfg.outputs for job in jobs if job.work is not None}) == 4
 
     wait_until(lambda: jobs[0].steps == (2, 3))
-    assert [job.state for job in jobs] == ["running", *["waiting"] * 4]
+    assert [job.state for job in jobs] == ["running", *["waiting"] * 3]
     assert jobs[0].preview == b"PNG" and "step 2 of 3" in views.progress(jobs[0])
-    assert [queue.ahead_of(job) for job in jobs] == [0, 1, 2, 3, 4]
+    assert [queue.ahead_of(job) for job in jobs] == [0, 1, 2, 3]
 
     # Before its turn: it has ended at once, no rank sees it, and nobody waits for it.
     jobs[1].cancel()
-    assert jobs[1].state == "cancelled" and queue.ahead_of(jobs[4]) == 3
+    assert jobs[1].state == "cancelled" and queue.ahead_of(jobs[3]) == 2
     refused = submitted(queue, {"ckpt": str(trained), "prompt": ""})
-    assert refused.state == "failed" and "got no prompt" in views.progress(refused)
+    assert (refused.state, refused.refused_field) == ("failed", "prompt")
+    assert "got no prompt" in views.progress(refused)
     ranks.proceed.release()
     wait_until(lambda: jobs[2].steps == (2, 3))
     jobs[2].cancel()
     assert jobs[2].state == "running" and "cancelling" in views.progress(jobs[2])
-    ranks.proceed.release(3)
+    ranks.proceed.release(2)
     wait_until(lambda: not queue.jobs)
-    expected = ["failed", "cancelled", "cancelled", "failed", "done"]
-    assert [job.state for job in jobs] == expected and jobs[3].error == "got OSError"
-    assert ranks.seen == ["fails", "c", "unwritten", "d"] and jobs[4].video == Path("video.mp4")
+    assert [job.state for job in jobs] == ["failed", "cancelled", "cancelled", "done"]
+    assert ranks.seen == ["fails", "c", "d"] and jobs[3].video == Path("video.mp4")
     parts = "got &#x27;a&#x27;;\nexpected b;\ndo c"
     assert f"<pre role='alert'>{parts}</pre>" in views.progress(jobs[0])
-    shown = views.queue([jobs[2], jobs[4], Job({"prompt": "<p>"})], queue.ahead_of)
+    shown = views.queue([jobs[2], jobs[3], Job({"prompt": "<p>"})], queue.ahead_of)
     assert shown.index("&lt;p&gt;") < shown.index("<b>d</b>") < shown.index("<b>c</b>")
-    jobs[4].cancel()
-    assert jobs[4].state == "done"
+    jobs[3].cancel()
+    assert jobs[3].state == "done"
 
 
 def act(pipe: Any) -> None:
@@ -278,49 +299,6 @@ def test_ranks_say_why_they_fail_and_are_closed_for_good(
     assert "got the end of" in errors[0] and "got work for ranks that are closed" in errors[1]
 
 
-# A studio with two requests.
-BUSY = """
-import sys
-from opensora_sp.studio import server
-from opensora_sp.studio.folders import Folders
-from opensora_sp.studio.jobs import Job
-
-def submitting(folders, queue, build=server.build):
-    steps = {"scheduler.num_sampling_steps": "100000"}
-    for prompt in ("a", "b"):
-        queue.submit(Job({"ckpt": sys.argv[1], "prompt": prompt} | steps))
-    return build(folders, queue)
-
-server.build = submitting
-folders = Folders.of([sys.argv[1]], "studio")
-server.run(folders, nproc=2, host="127.0.0.1", port=0, token="a-token-of-ours")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_studio_and_its_ranks_while_requests_wait(
-    number: signal.Signals, trained: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("gradio")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GRADIO_ANALYTICS_ENABLED": "False"}
-    command = [sys.executable, "-c", BUSY, str(trained)]
-    options: dict[str, Any] = dict(cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().endswith("/a-token-of-ours/\n")
-            studio = psutil.Process(process.pid)
-            wait_until(lambda: len(studio.children()) >= 2, 60)
-            children = studio.children()
-            process.send_signal(number)
-            assert process.wait(30) in (0, 1, -number, 128 + number)
-        finally:
-            process.kill()
-    gone, alive = psutil.wait_procs(children, 30)
-    assert alive == [] and len(gone) >= 2
-
-
 def test_the_start_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("gradio")
     command = [sys.executable, "-m", "opensora_sp.cli", "studio", str(tmp_path), "--port", "0"]
@@ -335,42 +313,21 @@ def test_the_start_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("token", ["a b", "short", "a/../b/../c", "{path:path}"])
-def test_a_token_that_is_no_part_of_an_address_is_refused(folders: Folders, token: str) -> None:
-    server = pytest.importorskip("opensora_sp.studio.server")
-    with pytest.raises(ValueError, match="got --token of .*; expected at least 8 letters"):
-        server.run(folders, nproc=1, host="127.0.0.1", port=0, token=token)
-
-
 def test_ranks_end_with_a_signal_before_the_page_is_served(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes while the page is built, and the queue may have started ranks already."""
+    """While the page is built; the queue may have started ranks already."""
     server = pytest.importorskip("opensora_sp.studio.server")
     closed: list[LocalRanks] = []
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(server, "build", interrupted)
+    monkeypatch.setattr(server, "build", lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(server.LocalRanks, "close", lambda ranks: closed.append(ranks))
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            server.run(folders, nproc=1, host="127.0.0.1", port=0, token=None)
+        with pytest.raises(SystemExit):
+            server.run(folders, nproc=1, host="127.0.0.1", port=0)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert len(closed) == 1
-
-
-def ended(queue: Queue, values: dict[str, Any], at_step: Any = None) -> Job:
-    """A job that has ended; ``at_step`` is called once, when its first step has."""
-    job = submitted(queue, values)
-    if at_step is not None:
-        wait_until(lambda: job.steps != (0, 0) or job.has_ended, 60)
-        at_step(job)
-    wait_until(lambda: job.has_ended, 60)
-    return job
 
 
 def write_adapters(trained: Path, folder: Path) -> Path:
@@ -389,70 +346,25 @@ def write_adapters(trained: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_two_ranks_keep_the_model_cancel_together_and_start_again(
-    trained: Path, tmp_path: Path
+def test_adapters_and_references_are_part_of_the_work(
+    trained: Path, folders: Folders, tmp_path: Path
 ) -> None:
     adapters = write_adapters(trained, tmp_path / "adapters")
-    folders = Folders.of([str(trained), str(adapters)], str(tmp_path / "studio"))
-    ranks = LocalRanks(2, serve, folders.outputs / "ranks.log", warm_context())
-    queue = Queue(folders, ranks)
-    values = {"ckpt": str(trained), "prompt": "a red circle", "seed": "3"}
-    long = values | {"scheduler.num_sampling_steps": "20000"}
-    try:
-        first = ended(queue, values)
-        assert first.state == "done", first.error + ranks.log.read_text()
-        assert first.steps == (4, 4) and first.preview.startswith(b"\x89PNG")
-        assert first.video is not None
-        facts = json.loads(first.video.with_suffix(".json").read_text())
-        assert facts["seed"] == 3 and len(facts["checkpoint_sha256"]) == 64
-        pids = [process.pid for process in ranks.processes]
+    (adapters / "sample.py").touch()
+    folders = Folders([str(trained), str(adapters)], str(folders.outputs))
+    assert folders.adapters() == [adapters]
+    reference = folders.outputs / UPLOADS / "x" / "a.png"
+    reference.parent.mkdir(parents=True)
+    Image.new("RGB", (24, 28), "red").save(reference)
+    values = {"ckpt": str(trained), "prompt": "a", "lora": [f"{adapters}:0.5"]}
+    work = checked(values | {"reference_path": [str(reference)], "mask_strategy": ["0"]}, folders)
+    assert work.cfg.lora == (f"{adapters}:0.5",) and "adapter_model" in work.versions
 
-        stopped = ended(queue, long, lambda job: job.cancelled.set())
-        assert stopped.state == "cancelled" and stopped.steps[0] < 20000
-        assert stopped.work is not None and not Path(stopped.work.cfg.outputs).exists()
-
-        # The same ranks and weights, and the same noise.
-        again = ended(queue, values)
-        assert again.video is not None and again.video.parent != first.video.parent
-        assert (
-            read_video(again.video, num_frames=5)[0] == read_video(first.video, num_frames=5)[0]
-        ).all()
-        assert [process.pid for process in ranks.processes] == pids
-        assert ranks.log.read_text().count("wrote ") == 2
-
-        # A video that cannot be written fails alone; ranks and model stay.
-        slow = values | {"scheduler.num_sampling_steps": "300"}
-        unwritten = ended(queue, slow, lambda job: Path(job.work.cfg.outputs).touch())
-        assert unwritten.state == "failed" and unwritten.error.startswith("got NotADirectoryError")
-        assert unwritten.error.endswith(
-            f"; look at {folders.outputs}, free space there, or try again"
-        )
-        assert [process.pid for process in ranks.processes] == pids
-
-        # A reference among uploads, and adapters; both are in the metadata.
-        reference = folders.outputs / UPLOADS / "x" / "a.png"
-        reference.parent.mkdir(parents=True)
-        Image.new("RGB", (24, 28), "red").save(reference)
-        placed = {"reference_path": str(reference), "mask_strategy": "0", "lora": [str(adapters)]}
-        conditioned = ended(queue, values | placed)
-        assert conditioned.video is not None, conditioned.error + ranks.log.read_text()
-        facts = json.loads(conditioned.video.with_suffix(".json").read_text())
-        assert facts["lora"] == [f"{adapters}:1.0"] and len(facts["input_sha256"]) == 1
-        # Kept with the video, for the upload is removed.
-        (kept,) = map(Path, facts["input_sha256"])
-        assert facts["reference_path"] == str(kept) and kept.parent == conditioned.video.parent
-        assert kept.read_bytes() == reference.read_bytes()
-        frames = [read_video(one, num_frames=5)[0] for one in (first.video, conditioned.video)]
-        assert (frames[0] != frames[1]).any()
-
-        failed = ended(queue, long, lambda job: os.kill(pids[1], signal.SIGKILL))
-        assert failed.state == "failed" and ", -9]" in failed.error
-        assert failed.error.startswith("got the end of") and "; expected all 2" in failed.error
-        assert ended(queue, values).state == "done"
-        assert not {process.pid for process in ranks.processes} & set(pids)
-    finally:
-        ranks.stop()
+    # Kept with the video, for the upload is removed.
+    facts = facts_of(work.cfg, with_references(work).request)
+    kept = Path(facts["reference_path"])
+    assert kept.parent == Path(work.cfg.outputs) and kept.read_bytes() == reference.read_bytes()
+    assert settings_of(facts)["lora"] == [f"{adapters}:0.5"]
 
 
 def test_paths_have_their_shortest_names_that_differ() -> None:
@@ -494,26 +406,30 @@ def test_the_state_of_a_run(
 
 
 def test_curves_are_smoothed_and_follow_runs_that_train(tmp_path: Path) -> None:
-    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
-    runs = {"one": one, "other": other}
-    drawn = plot("training loss", runs, smoothing=0.5)
-    assert drawn.legend == ["one", "other"]
-    assert len({*drawn.colors.values()}) == 4 and drawn.colors["one, measured"].endswith("55")
-    rows = [row for row in drawn.rows if row[0] == "one"]
-    assert [row[1] for row in rows] == [1, 2, 3] and rows[0][2:] == (1.0, 0.0, 1.0)
+    first, other = write_run(tmp_path / "first"), write_run(tmp_path / "other")
+    runs = {"first": first, "other": other}
+    drawn = traces("training loss", runs, smoothing=0.5)
+    names = ["first, measured", "first", "other, measured", "other"]
+    assert [trace["name"] for trace in drawn] == names
+    assert [trace["name"] for trace in drawn if trace["showlegend"]] == ["first", "other"]
+    assert len({trace["line"]["color"] for trace in drawn}) == 4
+    measured, smooth, *_ = drawn
+    assert smooth["x"] == [1, 2, 3] and measured["y"] == [1, 1 / 2, 1 / 3]
     # Weights 1 and 2; then 1, 2 and 4.
-    means = [(1 + 2 / 2) / 3, (1 + 2 / 2 + 4 / 3) / 7]
-    assert [row[2] for row in rows[1:]] == pytest.approx(means)
-    assert len(plot("training loss", runs, smoothing=0.0).rows) == 6
+    means = [1, (1 + 2 / 2) / 3, (1 + 2 / 2 + 4 / 3) / 7]
+    assert smooth["y"] == pytest.approx(means)
+    assert len(traces("training loss", runs, smoothing=0.0)) == 2
 
-    before = changes([one])
-    assert before == changes([one]) != changes([other])
-    log_step(one, 4)
-    assert changes([one]) != before
-    idle = plot("idle time: share of each rank", {"one": one}, smoothing=0.0)
-    assert {*idle.colors} == {"one", "one, rank 0", "one, rank 1"} and idle.legend == ["one"]
-    by_timestep = plot("held-out loss by timestep", {"one": one}, smoothing=0.9)
-    assert [row[1:3] for row in by_timestep.rows] == [(0.25, 0.4), (0.75, 0.6)]
+    before = changes([first])
+    assert before == changes([first]) != changes([other])
+    log_step(first, 4)
+    assert changes([first]) != before
+    idle = traces("idle time: share of each rank", {"first": first}, smoothing=0.0)
+    assert [trace["name"] for trace in idle] == ["first, rank 0", "first, rank 1", "first"]
+    (by_timestep,) = traces("held-out loss by timestep", {"first": first}, smoothing=0.9)
+    assert (by_timestep["x"], by_timestep["y"]) == ([0.25, 0.75], [0.4, 0.6])
+    (held_out,) = traces("held-out loss", {"first": first}, smoothing=0.9)
+    assert held_out["mode"] == "markers"  # one point is no line
 
 
 def test_curves_of_torn_empty_and_damaged_runs(tmp_path: Path) -> None:
@@ -528,7 +444,8 @@ def test_curves_of_torn_empty_and_damaged_runs(tmp_path: Path) -> None:
     (empty / "metrics.jsonl").write_text("")
     for title in CURVES:
         runs = {"torn": torn, "nan": nan, "empty": empty}
-        labels = {row[0].partition(",")[0] for row in plot(title, runs, smoothing=0.0).rows}
+        drawn = traces(title, runs, smoothing=0.0)
+        labels = {trace["name"].partition(",")[0] for trace in drawn}
         expected = {"torn", "nan", "empty"}
         if title == "training loss":
             expected = {"torn"}
@@ -560,124 +477,50 @@ def test_validation_videos_are_rows_by_prompt_and_run(tmp_path: Path) -> None:
     assert shown.index("step 5") < shown.index("step 3") and shown.count("<video") == 3
 
 
-def test_an_error_has_a_field_and_its_words(trained: Path, folders: Folders) -> None:
-    def check(values: Any) -> Any:
-        return work_of(values, folders, nproc=1, outputs=folders.outputs / "new")
-
-    good = dict.fromkeys(FIELDS, "") | {"ckpt": str(trained), "prompt": "a"}
-    good |= {"reference_path": "", "mask_strategy": "", "lora": []}
-    assert refusal(good, check) == ("", "")
-    for key, text, part in (
-        ("ckpt", "", "got no checkpoint"),
-        ("prompt", "", "got no prompt"),
-        ("resolution", "wide", "got Size 'wide'"),
-        ("num_frames", "many", "Frames"),
-        ("scheduler.num_sampling_steps", "1000000000", "Steps"),
-        ("scheduler.cfg_scale", "nan", "Guidance"),
-        ("seed", "x", "seed"),
-        ("mask_strategy", "0,9", "with 0 references"),
-    ):
-        refused, error = refusal(good | {key: text}, check)
-        assert refused == key and part in error, error
-        assert not {"_", "--", ".py"} & {error[i : i + 1] for i in range(len(error))}, error
-    # The first of two.
-    assert refusal(good | {"seed": "x", "resolution": "wide"}, check)[0] == "resolution"
-
-
 def test_settings_of_a_video_sample_it_again(trained: Path, folders: Folders) -> None:
     values = {"ckpt": str(trained), "prompt": "a", "seed": "7", "num_frames": "9", "fps": "12"}
     values |= {"resolution": "28x24", "scheduler.cfg_scale": "2.5", "negative_prompt": "b"}
-    work = work_of(values, folders, nproc=1, outputs=folders.outputs / "1")
+    work = checked(values, folders)
     settings = settings_of(facts_of(work.cfg, work.request))
-    assert settings | values == settings
-    again = work_of(values_of(tuple(settings.values())), folders, nproc=1, outputs=folders.outputs)
-    assert again.request == work.request
+    assert settings | values == settings and [*settings] == [*FIELDS]
+    assert checked(settings, folders).request == work.request
 
 
 def test_placed_references_are_drawn_as_they_are_inserted(trained: Path, folders: Folders) -> None:
     for name in ("a.png", "b.png"):
         Image.new("RGB", (24, 28), "red").save(folders.outputs / name)
-    paths = ";".join(str(folders.outputs / name) for name in ("a.png", "b.png"))
+    paths = [str(folders.outputs / name) for name in ("a.png", "b.png")]
     values = {"ckpt": str(trained), "prompt": "a", "reference_path": paths}
-    values |= {"mask_strategy": "0,0;0,1,0,-1,1,0.5"}
-    work = work_of(values, folders, nproc=1, outputs=folders.outputs / "1")
+    work = checked(values | {"mask_strategy": ["0,0", "0,1,0,-1,1,0.5"]}, folders)
     assert placed_frames(work) == [[(0, 0.0), (-1, 1.0), (-1, 1.0), (-1, 1.0), (1, 0.5)]]
     shown = views.frames(placed_frames(work))
     assert "frame 0 by reference 1, frame 4 by reference 2" in shown
-    assert shown.count("class='free'") == 3 and "class='changed'>2<" in shown
-
-
-def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Folders) -> None:
-    for name in ("fir", "oak"):
-        folder = folders.outputs / name
-        folder.mkdir()
-        facts = {"prompt": f"cat {name}", "seed": 5, "ckpt": str(trained)}
-        (folder / "000-a.json").write_text(json.dumps(facts))
-        for file in ("000-a.mp4", "000-a.png", "000-a.0.png", "000-ab.png"):
-            (folder / file).touch()
-    assert [each.caption for each in history.results(folders)] == [
-        "cat oak | seed 5 | oak",
-        "cat fir | seed 5 | fir",
-    ]
-    assert [each.video.parent.name for each in history.results(folders, "CAT FIR seed")] == ["fir"]
-    assert history.thumbnail(folders.outputs / "fir" / "000-a.mp4", 0).size == (256, 256)
-    history.delete(folders.outputs / "fir" / "000-a.mp4")
-    assert [path.name for path in (folders.outputs / "fir").iterdir()] == ["000-ab.png"]
-
-
-def test_a_preview_that_fails_is_the_last_one_and_the_video_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def decode(latents: torch.Tensor, num_frames: int) -> torch.Tensor:
-        raise torch.cuda.OutOfMemoryError("no memory")
-
-    sent = list[Any]()
-    pipe: Any = SimpleNamespace(send=sent.append, poll=lambda: False)
-    of = Session(SequenceMesh(1), torch.device("cpu"), pipe)
-    pipeline: Any = SimpleNamespace(
-        cfg=SimpleNamespace(loop=1),
-        flow=SimpleNamespace(num_sampling_steps=2),
-        vae=SimpleNamespace(decode=decode),
-    )
-    steps, latents = session._Steps(of, pipeline, (8, 8)), torch.zeros(1, 4, 2, 1, 1)
-    for number in range(2):
-        steps.after(number, torch.zeros(()), latents)
-    assert sent == [("step", 1, 2, b""), ("step", 2, 2, b"")]
-    assert [record.message.count("no further previews") for record in caplog.records] == [1]
+    assert shown.count("data-edit='1'") == 3 and "data-edit='0.5'>2<" in shown
 
 
 def test_the_memory_of_a_model_is_free_before_the_next_one_is_loaded(
     trained: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, where two might not fit: the cache of torch's allocator, too."""
-    living, events = list[Any](), list[Any]()
+    living, events = weakref.WeakSet[Any](), list[Any]()
 
     class Loaded:
         model = vae = text_encoder = None
 
-        def __init__(self) -> None:
+        def __init__(self, *_: Any) -> None:
             self.cycle = self  # only the garbage collector frees it
-            living.append(weakref.ref(self))
+            living.add(self)
+            events.append("build")
 
-    def build(*args: Any, **options: Any) -> Loaded:
-        events.append("build")
-        return Loaded()
-
-    def count() -> None:
-        events.append(sum(one() is not None for one in living))
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", count)
-    monkeypatch.setattr(session, "build_pipeline", build)
-    monkeypatch.setattr(session, "Pipeline", lambda *args: "kept")
-    monkeypatch.setattr(session, "place_encoders", lambda *args: None)
-    monkeypatch.setattr(session, "free_memory", lambda device: 0)
-    of = Session(SequenceMesh(1), torch.device("cuda"), SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append(len(living)))
+    monkeypatch.setattr(session, "build_pipeline", Loaded)
+    monkeypatch.setattr(session, "Pipeline", lambda *_: None)
+    ranks = session.Session(SequenceMesh(1), torch.device("cuda"), SimpleNamespace())  # type: ignore[arg-type]
     values = {"ckpt": str(trained), "prompt": "a"}
-    first = work_of(values, folders, nproc=1, outputs=folders.outputs / "1")
+    first = checked(values, folders)
     os.utime(trained / "model.safetensors")
-    second = work_of(values, folders, nproc=1, outputs=folders.outputs / "2")
-    for work in (first, first, second):
-        of._pipeline(work)
+    for work in (first, first, checked(values, folders)):
+        ranks._pipeline(work)
     assert events == [0, "build", 0, "build"]
 
 
@@ -691,21 +534,18 @@ def test_what_cannot_be_served_is_an_error_of_three_parts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "file").touch()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for arguments, part in (
-            (["nowhere"], "got 'nowhere', which is no folder"),
-            (["runs", "--nproc", "0"], "got --nproc 0; expected at least 1"),
-            (["runs", "--outputs", "file/studio"], "got --outputs 'file/studio', but"),
-            (["runs", "--port", "70000"], "got --host 127.0.0.1 and --port 70000 to listen on"),
-            (["runs", "--port", port], f"--port {port} to listen on ([Errno 98] Address already"),
-            (["runs", "--host", "192.0.2.1"], "got --host 192.0.2.1"),
-        ):
-            with pytest.raises(SystemExit) as end:
-                main(["studio", *arguments])
-            error = capsys.readouterr().err
-            assert end.value.code == 2 and part in error, error
-            assert "; expected" in error and error.count(";") >= 2, error
+    for arguments, part in (
+        (["nowhere"], "got 'nowhere', which is no folder"),
+        (["runs", "--nproc", "0"], "got --nproc 0; expected at least 1"),
+        (["runs", "--outputs", "file/studio"], "got --outputs 'file/studio', but"),
+        (["runs", "--port", "70000"], "got --host 127.0.0.1 and --port 70000 to listen on"),
+        (["runs", "--host", "192.0.2.1"], "got --host 192.0.2.1"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["studio", *arguments])
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and part in error, error
+        assert "; expected" in error and error.count(";") >= 2, error
 
 
 def test_without_gradio_the_studio_is_refused(

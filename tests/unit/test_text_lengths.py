@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from opensora_sp.config import load_inference_config
@@ -81,18 +80,6 @@ def sampling_steps(device: torch.device, cfg: Any) -> list[int]:
 def test_sampling_reads_no_text_length_back(tmp_path: Path) -> None:
     cfg = sampling_config(tmp_path)
     assert sampling_steps(META, cfg) == sampling_steps(CPU, cfg) == [5, 1, 1, WORDS, WORDS, WORDS]
-
-
-@pytest.mark.parametrize("on_device", ["mask", "drop_caption"])
-def test_what_lies_on_the_device_is_read_back(on_device: str) -> None:
-    """As the public interface allows; and so this device would notice."""
-    model = model_on(META)
-    y, mask = torch.zeros(2, 1, WORDS, 8, device="meta"), torch.ones(2, WORDS, dtype=torch.bool)
-    inputs = dict(mask=mask, drop_caption=torch.tensor([True, False]))
-    model.encode_text(y, **inputs)
-    inputs[on_device] = inputs[on_device].to("meta")
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        model.encode_text(y, **inputs)
 
 
 def test_tokens_in_use_may_have_holes() -> None:

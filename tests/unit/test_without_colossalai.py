@@ -30,15 +30,9 @@ try:
 except ImportError as error:
     sentence = str(error)
 from opensora_sp.runtime.doctor import diagnosis
-from opensora_sp.runtime.doctor.device.ranks import check_zero
-(zero,) = check_zero(None)
 facts = dict.fromkeys((*diagnosis.PACKAGES, "opensora-sp", "torch", "CUDA of torch"), "")
-verdicts = [
-    {check.name: check.status for check in diagnosis._software(facts, trains=trains)}
-    for trains in (False, True)
-]
-assert [statuses["ColossalAI"] for statuses in verdicts] == ["warn", "FAIL"]
-assert zero.skipped and zero.note == sentence
+statuses = {check.name: check.status for check in diagnosis._software(facts)}
+assert statuses["ColossalAI"] == "warn"
 print(sentence)
 main(["train", f"{folder}/train.py"])
 """

@@ -163,12 +163,10 @@ def frame_of(image: Any) -> np.ndarray | None:
         if is_image and image.min() >= 0 and image.max() <= 1:
             return (image.float() * 255).round().byte().permute(1, 2, 0).cpu().numpy()[None]
 
-    kind = type(image).__name__
-    if isinstance(image, (np.ndarray, Tensor)):
-        kind += f" of {image.dtype}, {[*image.shape]}, from {image.min()} to {image.max()}"
+    shape = getattr(image, "shape", "")
     raise ValueError(
-        f"got {kind} as image; expected a PIL image, an array uint8 [height, width, 3] or a "
-        "tensor [3, height, width] in [0, 1]; convert it"
+        f"got {type(image).__name__} {shape} as image; expected a PIL image, an array uint8 "
+        "[height, width, 3] or a tensor [3, height, width] in [0, 1]; convert it"
     )
 
 

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import diffusers
 
 from opensora_sp.checkpoint import new_folder, save_pretrained
-from opensora_sp.checkpoint.hub import HubName, Kind, describe_missing, fetch
+from opensora_sp.checkpoint.hub import Kind, describe_missing, local_path
 from opensora_sp.common.files import read_json
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.encoders.conversion import convert_encoder, fetched
-from opensora_sp.encoders.loading import HUB_FILES
+from opensora_sp.encoders.conversion import convert_encoder
+from opensora_sp.encoders.loading import TOKENIZER_FILES
 from opensora_sp.models.base import ConditionedModel
 
 from .scheduler import OpenSoraScheduler
@@ -35,7 +36,10 @@ PIPELINE = "OpenSoraPipeline"
 # What a name on the hub must have. Diffusers' own models have the same index, of another class.
 ON_HUB = Kind("pipeline", INDEX, ((INDEX,),), (), "")
 PARTS = ("scheduler", "transformer", "vae", "text_encoder")
-PART_FILES = (*HUB_FILES, OpenSoraScheduler.config_name)
+PART_FILES = (
+    *("config.json", "*.safetensors", "*.safetensors.index.json"),
+    *(*TOKENIZER_FILES, OpenSoraScheduler.config_name),
+)
 ENCODERS: dict[str, dict[str, Any]] = {"vae": LATENT_ENCODERS, "text_encoder": TEXT_ENCODERS}
 
 
@@ -56,11 +60,9 @@ class PipelineFolder:
         Raises:
             ValueError: if there is none, or it is of another pipeline.
         """
-        name_on_hub = None if Path(path).exists() else HubName.of_missing(str(path))
-        if name_on_hub is not None:
-            parts = [part for part in PARTS if part not in without]
-            files = tuple(f"{part}/{file}" for part in parts for file in PART_FILES)
-            path = fetch(name_on_hub, kind=ON_HUB, more=files)
+        parts = [part for part in PARTS if part not in without]
+        files = tuple(f"{part}/{file}" for part, file in product(parts, PART_FILES))
+        path = local_path(path, kind=ON_HUB, more=files)
         index_path = Path(path, INDEX)
         if not index_path.is_file():
             missing = "" if Path(path).exists() else f" ({describe_missing(path)})"
@@ -156,20 +158,12 @@ def write_pipeline(
 
             source = config.pop("from_pretrained", None)
             if source is not None:
-                source = _within(source, config.pop("subfolder", None) or "")
+                subfolder = config.pop("subfolder", None) or ""
                 convert_encoder(
-                    fetched(source, allow_pickle=allow_pickle),
+                    local_path(source, subfolder, allow_pickle=allow_pickle, more=TOKENIZER_FILES),
                     folder / key,
                     allow_pickle=allow_pickle,
                     max_shard_size=max_shard_size,
                 )
             index[f"{key}_config"] = config
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _within(source: str, subfolder: str) -> str:
-    """A folder of a local folder, or of a name on the hub."""
-    name = None if Path(source).exists() else HubName.of_missing(source)
-    if name is None:
-        return str(Path(source, subfolder))
-    return str(replace(name, path=str(PurePosixPath(name.path, subfolder)).removeprefix(".")))

@@ -1,8 +1,7 @@
-"""Rectified flow as a scheduler of diffusers.
+"""Rectified flow as a scheduler of diffusers: the noise levels of a pipeline's sampler.
 
-The Euler steps equal diffusers' ``FlowMatchEulerDiscreteScheduler``, at the noise levels of
-``RectifiedFlow``. It is no subclass: its config would have a ``shift`` and other settings that
-change nothing here.
+Its Euler steps are those of diffusers' ``FlowMatchEulerDiscreteScheduler`` at these levels. It is
+no subclass: its config would have a ``shift`` and other settings that change nothing here.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ from typing import Any
 import torch
 from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
-from diffusers.schedulers.scheduling_utils import SchedulerOutput
-from torch import Tensor
 
 from opensora_sp.config.components import check_options
 from opensora_sp.diffusion import Geometry, RectifiedFlow
 
 
 class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
-    """The timesteps of ``RectifiedFlow``, with diffusers' Euler step.
+    """The timesteps and guidance of ``RectifiedFlow``.
 
-    ``step`` takes diffusers' velocity, noise minus data: the model's output with the other sign.
+    Diffusers' own scheduler takes its ``sigmas``, and as velocity noise minus data: the model's
+    output with the other sign.
 
     Args:
         num_train_timesteps: N; the noise level is ``timestep / N``.
@@ -37,14 +35,9 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
     # Of the base classes, which have no types.
     from_config: Callable[..., OpenSoraScheduler]
     save_pretrained: Callable[..., None]
-    # Noise levels are as many as the calls of the model, and latents begin as standard noise.
-    order = 1
-    init_noise_sigma = 1.0
 
     @register_to_config
     def __init__(self, num_train_timesteps: int = 1000, flow: dict[str, Any] | None = None) -> None:
-        self.timesteps = self.sigmas = torch.empty(0)
-        self._step_index: int | None = None
         self.flow = RectifiedFlow(
             **check_options(
                 "scheduler",
@@ -76,14 +69,10 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         changes: Any = {name: asked[name] for name in asked if asked[name] is not None}
         return replace(self.flow, **changes)
 
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        *,
-        geometry: Geometry | None = None,
-    ) -> None:
-        """Set the timesteps of a sampling, from N down.
+    def sigmas(
+        self, num_inference_steps: int | None = None, *, geometry: Geometry | None = None
+    ) -> list[float]:
+        """The noise levels of a sampling, from 1 down.
 
         Args:
             num_inference_steps: by default as in the config.
@@ -94,43 +83,5 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         """
         flow = self.flow_of(num_inference_steps, None)
         steps = flow.sampling_timesteps(1, geometry, dtype=torch.float32, device="cpu")
-        timesteps = torch.cat(steps).float()
-
-        self.num_inference_steps = flow.num_sampling_steps
-        self.timesteps = timesteps.to(device)
-        sigmas = timesteps / flow.num_timesteps
-        self.sigmas = torch.cat([sigmas, torch.zeros(1)]).to(device)
-        self._step_index = None
-
-    def step(
-        self, model_output: Tensor, timestep: Tensor, sample: Tensor, return_dict: bool = True
-    ) -> SchedulerOutput | tuple[Tensor]:
-        """The latents after an Euler step, in float32 rounded to the dtype of ``model_output``.
-
-        Args:
-            model_output: noise minus data, as the shape of ``sample``.
-            timestep: an entry of ``timesteps``. In the first call it says where to begin; each
-                further call takes the next one.
-            sample: the latents before.
-            return_dict: False returns a tuple.
-
-        Raises:
-            ValueError: without timesteps, or for a first one that is none of them.
-        """
-        if self._step_index is None:
-            self._step_index = self._index_of(timestep)
-        i = self._step_index
-        # Timesteps may repeat after rounding, indices do not.
-        self._step_index += 1
-        moved = sample.float() + (self.sigmas[i + 1] - self.sigmas[i]) * model_output
-        moved = moved.to(model_output.dtype)
-        return SchedulerOutput(prev_sample=moved) if return_dict else (moved,)
-
-    def _index_of(self, timestep: Tensor) -> int:
-        indices = (self.timesteps == float(timestep)).nonzero()
-        if len(indices) == 0:
-            raise ValueError(
-                f"got timestep {float(timestep):g}; expected one of {len(self.timesteps)} in "
-                "timesteps; call set_timesteps, and loop over scheduler.timesteps"
-            )
-        return int(indices[0])
+        levels: list[float] = (torch.cat(steps).float() / flow.num_timesteps).tolist()
+        return levels

@@ -75,7 +75,13 @@ class SplitAttention(OneLayout):
         return exchanges
 
     def segment(
-        self, local: Segment, function: Function, rows: Any, *args: Any, recompute: Any, last: bool
+        self,
+        local: Segment,
+        function: Function,
+        rows: Any,
+        *args: Any,
+        recompute: Any,
+        last: bool,
     ) -> Tensor:
         # Before the block, so that no compiled graph traces it.
         prepared = self.prepare(rows, args[0].device)
@@ -90,7 +96,14 @@ class SplitAttention(OneLayout):
         return super().segment(local, run, rows, *args, recompute=recompute, last=last)
 
     def attend(
-        self, local: Attend, q: Tensor, k: Tensor, v: Tensor, rows: Any, groups: Any, block: Block
+        self,
+        local: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Any,
+        groups: Any,
+        block: Block,
     ) -> Tensor:
         # Outside of a segment nothing is prepared.
         prepared = (self._prepared or self.prepare(rows, q.device))[block]
@@ -130,8 +143,8 @@ class SplitAttention(OneLayout):
 
     def local_units(self, rows: Rows, layout: str) -> list[int]:
         """Numbers of the samples, rows or windows that attend here, in order, once per head."""
-        ranges = unit_ranges(self.axes(rows), layout, self.mesh.sp_size)
-        numbers = range(*ranges[self.mesh.sp_rank])
+        ranges = unit_ranges(self.axes(rows), layout, self.member.sp_size)
+        numbers = range(*ranges[self.member.sp_rank])
         # Every unit of the batch for each head.
         if layout.startswith("h |"):
             return [*range(_num_units(rows))] * len(numbers)

@@ -61,6 +61,9 @@ class SwitchRows(Strategy):
 
     The method of DSP (Zhao et al., 2024). Here ranges of rows are balanced, so that nothing has to
     divide and nothing is padded.
+
+    With overlap ``segment``, ``tokenwise`` and ``switch`` hand an ``InFlightSwitch`` on, which is
+    the model's ``x`` between the last two.
     """
 
     label = "switch"
@@ -99,18 +102,24 @@ class SwitchRows(Strategy):
         if isinstance(x, InFlightSwitch):
             tokens = x.wait()
         else:
-            tokens = exchange(x.flatten(0, 1), self._chunk_plans(rows, x.device)(), self.group)
+            tokens = exchange(x.flatten(0, 1), self._switch_planner(rows, x.device)(), self.group)
         return tokens.unflatten(0, (target.count, target.length)), target
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self,
+        local: Segment,
+        function: Function,
+        rows: Rows,
+        *args: Any,
+        recompute: Any,
+        last: bool,
     ) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
             return local(function, rows, *args, recompute=recompute, last=last)
 
         # One for each segment and forward: recomputation starts it again.
-        plans = self._chunk_plans(rows, args[0].device)
+        plans = self._switch_planner(rows, args[0].device)
         in_flight = InFlightSwitch(
             plans, self.group, overlap_backward=self.options.overlap_backward
         )
@@ -157,12 +166,12 @@ class SwitchRows(Strategy):
         """As many as configured, but none empty on any rank."""
         return max(1, min(self.options.num_chunks, *self.row_counts(rows)))
 
-    def _chunk_plans(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
+    def _switch_planner(self, rows: Rows, device: torch.device) -> Callable[..., ExchangePlan]:
         """Plans a switch of these rows, or its (chunk, num_chunks). It holds no tensor of the
         batch, so it may outlive it.
         """
         source, target = self.layout_of(rows), self.layout_of(rows.transposed())
-        ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
+        ranks, rank = self.member.sp_size, self.member.sp_rank
         return partial(plan_exchange, self.axes(rows), source, target, ranks, rank, device)
 
 

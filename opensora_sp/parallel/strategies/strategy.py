@@ -113,7 +113,7 @@ class AllGather(Exchange):
         )
 
 
-# The functions of hook points on one rank.
+# Of ``local``, the function of a hook point on one rank (classes of these names: models/).
 EnterRows: TypeAlias = Callable[[Grid], Rows]
 Switch: TypeAlias = Callable[[Tensor, Rows], tuple[Tensor, Rows]]
 # The last argument, if not None, is what a caller has computed of the rows.
@@ -133,7 +133,7 @@ class Strategy:
     where whole tokens change layout.
 
     Args:
-        mesh: this rank's place in the group that shares the batch: ``sp_size``, ``sp_rank``,
+        member: this rank's place in the group that shares the batch: ``sp_size``, ``sp_rank``,
             ``sp_group``.
         options: of ``parallelize``, with a number of chunks.
         heads: H.
@@ -147,8 +147,8 @@ class Strategy:
     # Layout of temporal rows where there are windows.
     window_rows = WINDOW_ROWS
 
-    def __init__(self, mesh: SequenceGroup, options: Options, heads: int) -> None:
-        self.mesh, self.options, self.heads = mesh, options, heads
+    def __init__(self, member: SequenceGroup, options: Options, heads: int) -> None:
+        self.member, self.options, self.heads = member, options, heads
 
     # Declarations: from a shape alone, on any machine.
 
@@ -215,7 +215,14 @@ class Strategy:
         return local(x, rows, precomputed)
 
     def attend(
-        self, local: Attend, q: Tensor, k: Tensor, v: Tensor, rows: Rows, groups: Any, block: Block
+        self,
+        local: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        groups: Any,
+        block: Block,
     ) -> Tensor:
         """The attention inside of ``self_attention``, all ``[R, L, H, D]``.
 
@@ -224,7 +231,13 @@ class Strategy:
         return local(q, k, v, rows, groups)
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self,
+        local: Segment,
+        function: Function,
+        rows: Rows,
+        *args: Any,
+        recompute: Any,
+        last: bool,
     ) -> Tensor:
         """A part of a model between two switches, ``function(*args)``, perhaps checkpointed.
 
@@ -255,7 +268,7 @@ class Strategy:
     @uncompiled
     def row_ranges(self, rows: Rows) -> list[Range]:
         """The rows ``[start, stop)`` that each rank holds of all rows of a layout."""
-        entries = rank_ranges(self.axes(rows), self.layout_of(rows), self.mesh.sp_size)
+        entries = rank_ranges(self.axes(rows), self.layout_of(rows), self.member.sp_size)
         return [(start // rows.length, stop // rows.length) for start, stop in entries]
 
     def row_counts(self, rows: Rows) -> list[int]:
@@ -264,18 +277,18 @@ class Strategy:
 
     def local_rows(self, rows: Rows) -> Rows:
         """This rank's range of all rows of a layout."""
-        return rows.take(*self.row_ranges(rows)[self.mesh.sp_rank])
+        return rows.take(*self.row_ranges(rows)[self.member.sp_rank])
 
     # Plans are cached: they belong to no graph.
     @uncompiled
     def plan(self, rows: Rows, source: str, target: str, device: torch.device) -> ExchangePlan:
         """This rank's part in an exchange of tokens, or of heads, of the rows' whole batch."""
-        ranks, rank = self.mesh.sp_size, self.mesh.sp_rank
+        ranks, rank = self.member.sp_size, self.member.sp_rank
         return plan_exchange(self.axes(rows), source, target, ranks, rank, device)
 
     @property
     def group(self) -> Any:
-        return self.mesh.sp_group
+        return self.member.sp_group
 
 
 class OneLayout(Strategy):
@@ -304,7 +317,13 @@ class OneLayout(Strategy):
         return x, rows
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self,
+        local: Segment,
+        function: Function,
+        rows: Rows,
+        *args: Any,
+        recompute: Any,
+        last: bool,
     ) -> Tensor:
         # Exchanges lie inside of the recomputed part, which would send everything again.
         if recompute and not self.resends(self.options):
