@@ -76,6 +76,11 @@ COMMANDS = {
         "compare one small step of a config's model with and without sequence parallelism, on CPU",
         "opensora-sp verify configs/demo/first.py",
     ),
+    "check-parallel": Command(
+        "compare anybody's model under anybody's context parallelism with one process, on CPU",
+        "opensora-sp check-parallel wan_ulysses.py --ranks 3",
+        "check_parallel",
+    ),
     "config": Command(
         "check a config and print its resolved values",
         "opensora-sp config configs/demo/first.py --explain",

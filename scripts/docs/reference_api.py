@@ -20,6 +20,7 @@ PACKAGES = (
     "config",
     "sampling",
     "integrations.diffusers",
+    "checker",
     "device_verification",
 )
 INTRODUCTION = """\

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from full_attention_models import CASES, drawn, numbers
 from full_attention_results import (
     assert_same,
-    lifted_checkpoint,
     results_of,
     weights_like,
 )
-from lifted import Lifted
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.checker.lifting import Lifted
 from opensora_sp.parallel import (
     CommLedger,
     Cut,
@@ -44,7 +43,7 @@ def families(names: Iterable[str], checkpointing: bool) -> None:
         torch.manual_seed(1)
         model, inputs = drawn(name)
         if checkpointing:
-            model.enable_gradient_checkpointing(lifted_checkpoint)
+            model.enable_gradient_checkpointing()
         expected = results_of(model, inputs)
         parallelize(model, mesh)
         # The second backward pass keeps what blocks received.
@@ -65,21 +64,21 @@ def test_families_equal_one_process(ranks: int, checkpointing: bool) -> None:
     run_ranks(ranks, families, [*CASES], checkpointing)
 
 
-def families_in_single_precision() -> None:
-    """Without casts lifted, in float32 as models round there themselves."""
+def families_without_lifted_casts() -> None:
+    """In float64 but for what the models themselves compute in float32."""
     mesh = SequenceMesh(dist.get_world_size())
     for name in CASES:
         torch.manual_seed(1)
         model, inputs = drawn(name)
-        expected = results_of(model, inputs, dtype=torch.float32)
+        expected = results_of(model, inputs, lifts=False)
         parallelize(model, mesh)
-        ours = results_of(model, inputs, mesh=mesh, dtype=torch.float32)
+        ours = results_of(model, inputs, mesh=mesh, lifts=False)
         assert_same(ours, expected, name, bound=1e-5)
 
 
 @pytest.mark.slow
-def test_families_in_single_precision() -> None:
-    run_ranks(3, families_in_single_precision)
+def test_families_without_lifted_casts() -> None:
+    run_ranks(3, families_without_lifted_casts)
 
 
 @pytest.mark.slow
@@ -91,7 +90,7 @@ def guidance() -> None:
     """Two passes with texts of different lengths before one backward pass, which recomputes."""
     mesh = SequenceMesh(dist.get_world_size())
     model, inputs = drawn("flux")
-    model.enable_gradient_checkpointing(lifted_checkpoint)
+    model.enable_gradient_checkpointing()
     short = inputs | {"encoder_hidden_states": numbers(2, 1, 6), "txt_ids": torch.zeros(1, 3)}
 
     def gradients(average: bool) -> list[Tensor]:

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from full_attention_models import drawn, numbers
-from full_attention_results import assert_same, is_float, lifted_checkpoint, results_of
+from full_attention_results import assert_same, is_float, results_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,7 +64,7 @@ def sharded_parameters() -> None:
     for shards_first in (False, True):
         torch.manual_seed(1)
         model, inputs = drawn("wan")
-        model.enable_gradient_checkpointing(lifted_checkpoint)
+        model.enable_gradient_checkpointing()
         expected = results_of(model, inputs)
 
         steps = [partial(parallelize, mesh=mesh), shard_parameters]

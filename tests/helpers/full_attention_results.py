@@ -7,18 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lifted import Lifted
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.checker.lifting import Lifted
 from opensora_sp.parallel import SequenceMesh
-
-
-def lifted_checkpoint(function: Any, *args: Any) -> Any:
-    """Gradient checkpointing that computes again in float64."""
-    contexts = lambda: (Lifted(), Lifted())  # noqa: E731
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 def results_of(
@@ -26,17 +19,19 @@ def results_of(
     inputs: dict[str, Any],
     *,
     mesh: SequenceMesh | None = None,
-    dtype: torch.dtype = torch.float64,
+    lifts: bool = True,
 ) -> dict[str, Tensor]:
-    """Outputs, gradients of the inputs and of all parameters, averaged over the ranks; in float64
-    with casts lifted.
+    """Outputs, gradients of the inputs and of all parameters, averaged over the ranks.
+
+    Args:
+        lifts: casts to float32 to float64.
     """
-    model.to(dtype).zero_grad()
+    model.zero_grad()
     leaves = dict(inputs)
     for name, x in inputs.items():
         if is_float(x):
-            leaves[name] = x.to(dtype, copy=True).requires_grad_()
-    with Lifted() if dtype == torch.float64 else nullcontext():
+            leaves[name] = x.clone().requires_grad_()
+    with Lifted() if lifts else nullcontext():
         outputs = model(**leaves, return_dict=False)
         sum((x * x.detach().numel() * weights_like(x)).sum() for x in outputs).backward()
     gradients = {name: leaves[name].grad for name, x in inputs.items() if is_float(x)}

@@ -26,7 +26,7 @@ def printed_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_help_lists_the_usual_path_first(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = re.findall(r"^    ([a-z]+)(?= |$)", printed_help(capsys), re.MULTILINE)
+    listed = re.findall(r"^    ([a-z-]+)(?= |$)", printed_help(capsys), re.MULTILINE)
     assert listed[: len(USUAL_PATH)] == USUAL_PATH and listed == list(COMMANDS)
 
 
