@@ -16,6 +16,7 @@ from opensora_sp.planner.run_plan import BatchEstimate, Plan, bucket_estimates, 
 
 from .plan_calibration import run_calibration
 from .plan_fit import run_fit
+from .plan_model import add_model_options, is_diffusers_model, run_model_plan
 
 COLUMNS = 100
 HEAD = "batch of frames x size    tokens ranks          shared by   MB sent  GB peak        s"
@@ -46,12 +47,16 @@ def parser() -> argparse.ArgumentParser:
         "cost_model; under torchrun its links, too; without CONFIG"
     )
     add("--calibrate", metavar="FILE", help=calibrate)
+    add_model_options(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     if args.calibrate is not None:
         run_calibration(args)
+        return
+    if is_diffusers_model(args.config):
+        run_model_plan(args)
         return
     _check_options(args)
     if args.fit is not None:

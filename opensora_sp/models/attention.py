@@ -250,19 +250,20 @@ def _sdpa_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.is_cuda:
         out = _pinned_sdpa(name, q, k, v)
     elif q.is_meta:
-        out = _traced_sdpa(q, k, v)
+        out = traced_sdpa(q, k, v)
     else:
         out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)
 
 
-def _traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def traced_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
     aten = torch.ops.aten
-    if flash_obstacle(Sequences(q.dtype, q.shape[-1]), Platform(HOPPER)) is None:
+    obstacle = flash_obstacle(Sequences(q.dtype, q.shape[-1]), Platform(HOPPER))
+    if obstacle is None and mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v)[0]
     keep_sums = torch.is_grad_enabled()
-    return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep_sums)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, keep_sums)[0]
 
 
 def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

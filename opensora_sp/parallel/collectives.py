@@ -41,13 +41,12 @@ def all_to_all(
     live as long.
     """
     out = x.new_empty(sum(recv), *x.shape[1:])
-    if isinstance(group, ImaginedGroup):
-        return out, cast(dist.Work, group)
-
     # A rank's own part is copied, not sent.
-    to_others = sum(send) - send[dist.get_rank(group)]
+    to_others = sum(send) - send[group.rank()]
     elements = to_others * x[:1].numel()
     record(kind, backward=backward, elements=elements, element_size=x.element_size())
+    if isinstance(group, ImaginedGroup):
+        return out, cast(dist.Work, group)
 
     x = x.contiguous()
     if async_op:

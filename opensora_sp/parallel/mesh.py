@@ -19,10 +19,15 @@ SequenceSize: TypeAlias = int | Literal["auto"]
 """Ranks that share a micro-batch: a number, or "auto" for a degree of each micro-batch."""
 
 
+@dataclass(frozen=True)
 class ImaginedGroup:
     """A process group without processes: nothing is sent, and exchanges return empty tensors."""
 
+    sp_rank: int
     group_name = "imagined"
+
+    def rank(self) -> int:
+        return self.sp_rank
 
     def wait(self) -> None:
         """As the work of an exchange: nothing is in flight."""
@@ -118,7 +123,7 @@ class SequenceMesh:
         mesh = cls.__new__(cls)
         mesh.world_size = mesh.ranks_per_node = sp_size
         mesh.rank, mesh.dp_size, mesh.dp_rank = sp_rank, 1, 0
-        group: Any = ImaginedGroup()
+        group: Any = ImaginedGroup(sp_rank)
         mesh.dp_group = group
         mesh.family = fixed_groups(sp_size, sp_size)
         mesh.own = (SequenceGroup(mesh.family[0], sp_rank, group, group, spans_nodes=False),)

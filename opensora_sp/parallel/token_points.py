@@ -69,7 +69,8 @@ class TokenPoints:
             self.contexts |= dict.fromkeys(find_modules(self.model, pattern), stream)
 
         self._pass = self._new_pass("full")
-        self._is_checked = False
+        # Without processes tensors have no values to compare.
+        self._is_checked = self.mesh.is_imagined
         # What was learned in a first pass, by group, whose ranks have learned the same: the streams
         # of each tensor of a module, and the modules under gradient checkpointing.
         self._streams: dict[tuple[RankGroup, nn.Module, Any], Streams] = {}
@@ -424,7 +425,8 @@ class TokenPoints:
         if key not in self._streams:
             candidates = ranges.combinations(self.plan.streams)
             matches = torch.tensor([ranges.num_seen(c) == length for c in candidates]).int()
-            dist.all_reduce(matches, dist.ReduceOp.MIN, group=self.mesh.host_group)
+            if not self.mesh.is_imagined:
+                dist.all_reduce(matches, dist.ReduceOp.MIN, group=self.mesh.host_group)
             if not matches.any():
                 raise ValueError(
                     f"got {length} tokens in {self._name(module)!r}; expected this rank's range of "

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from full_attention_models import CASES, drawn, numbers
+from full_attention_results import (
+    assert_same,
+    results_of,
+    weights_like,
+)
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from opensora_sp.checker.lifting import Lifted
@@ -34,44 +35,6 @@ from opensora_sp.parallel.rank_groups import RankGroup
 
 WORLD, PAIR = RankGroup(0, 3), RankGroup(0, 2)
 FEW_TOKENS = ("hunyuan", "flux")  # with ranks without text
-
-
-def results_of(model: nn.Module, inputs: dict[str, Any], *, mesh: SequenceMesh | None = None):
-    """Outputs, gradients of the inputs and of all parameters, averaged over the ranks."""
-    model.zero_grad()
-    leaves = {name: x.clone().requires_grad_() if is_float(x) else x for name, x in inputs.items()}
-    with Lifted():
-        outputs = model(**leaves, return_dict=False)
-        sum((x * x.detach().numel() * weights_like(x)).sum() for x in outputs).backward()
-    gradients = {name: x.grad for name, x in leaves.items() if is_float(x)}
-    gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradients = {name: whole(x) for name, x in gradients.items() if x is not None}
-    if mesh is not None:
-        for gradient in gradients.values():
-            dist.all_reduce(gradient)
-            gradient /= mesh.sp_size
-    return {f"output {i}": x.detach() for i, x in enumerate(outputs)} | gradients
-
-
-def whole(gradient: Tensor) -> Tensor:
-    """A copy, of the parts of all ranks under ``fully_shard``."""
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
-
-
-def is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.float64
-
-
-def weights_like(x: Tensor) -> Tensor:
-    return torch.arange(x.numel()).view_as(x).sin()
-
-
-def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor], case: str) -> None:
-    assert ours.keys() == expected.keys()
-    for name, tensor in expected.items():
-        scale = tensor.norm()
-        difference = (ours[name] - tensor).norm()
-        assert difference <= 1e-9 * scale + 1e-11 * len(tensor.flatten()), (case, name, difference)
 
 
 def families(names: Iterable[str], checkpointing: bool) -> None:
@@ -99,6 +62,23 @@ def families(names: Iterable[str], checkpointing: bool) -> None:
 )
 def test_families_equal_one_process(ranks: int, checkpointing: bool) -> None:
     run_ranks(ranks, families, [*CASES], checkpointing)
+
+
+def families_without_lifted_casts() -> None:
+    """In float64 but for what the models themselves compute in float32."""
+    mesh = SequenceMesh(dist.get_world_size())
+    for name in CASES:
+        torch.manual_seed(1)
+        model, inputs = drawn(name)
+        expected = results_of(model, inputs, lifts=False)
+        parallelize(model, mesh)
+        ours = results_of(model, inputs, mesh=mesh, lifts=False)
+        assert_same(ours, expected, name, bound=1e-5)
+
+
+@pytest.mark.slow
+def test_families_without_lifted_casts() -> None:
+    run_ranks(3, families_without_lifted_casts)
 
 
 @pytest.mark.slow
@@ -294,66 +274,6 @@ def test_models_without_a_plan_are_refused() -> None:
         plan_of_diffusers(model)
 
 
-def wrappers() -> None:
-    """DDP, compiled blocks and a compiled model, in float32."""
-    mesh = SequenceMesh(dist.get_world_size())
-    for wrap in (nn.parallel.DistributedDataParallel, compile_blocks, compiled):
-        torch.manual_seed(1)
-        model, inputs = drawn("qwen")
-        model = model.float()
-        inputs = {name: x.float() if is_float(x) else x for name, x in inputs.items()}
-        expected = model(**inputs, return_dict=False)[0]
-        called = wrap(parallelize(model, mesh))
-        for _ in range(2):
-            output = called(**inputs, return_dict=False)[0]
-            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-        output.sum().backward()
-
-
-def compile_blocks(model: Any) -> nn.Module:
-    for block in model.transformer_blocks:
-        block.compile(backend="aot_eager")
-    return model
-
-
-def compiled(model: nn.Module) -> Any:
-    # What it falls back from is an error.
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(model, backend="aot_eager")
-
-
-def sharded_parameters() -> None:
-    """``fully_shard`` (FSDP2) around a parallelized model, or before: exact gradients."""
-    mesh = SequenceMesh(dist.get_world_size())
-    for shards_first in (False, True):
-        torch.manual_seed(1)
-        model, inputs = drawn("wan")
-        model.enable_gradient_checkpointing()
-        expected = results_of(model, inputs)
-
-        steps = [partial(parallelize, mesh=mesh), shard_parameters]
-        for step in reversed(steps) if shards_first else steps:
-            step(model)
-        assert isinstance(model.proj_out.weight, DTensor)
-        for _ in range(2):
-            assert_same(results_of(model, inputs, mesh=mesh), expected, f"FSDP2 {shards_first}")
-
-
-def shard_parameters(model: Any) -> None:
-    devices = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=devices)
-
-
-def wrapped() -> None:
-    wrappers()
-    sharded_parameters()
-
-
-def test_wrapped_and_compiled_models() -> None:
-    run_ranks(2, wrapped)
-
-
 def shards() -> None:
     """The output of a model that ends with the gathered module may stay a shard."""
     mesh = SequenceMesh(dist.get_world_size())
@@ -434,41 +354,3 @@ def joint_output() -> None:
 
 def test_a_gathered_sequence_of_two_streams_is_in_their_order() -> None:
     run_ranks(3, joint_output)
-
-
-def pipeline() -> None:
-    """Samples of a pipeline of tiny parts, with captions of unequal lengths."""
-    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
-
-    transformer, _ = drawn("wan")
-    vae = AutoencoderKLWan(
-        base_dim=4, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    )
-    pipe = WanPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        transformer=transformer.float(),
-    )
-    pipe.set_progress_bar_config(disable=True)
-
-    def sample() -> Tensor:
-        return pipe(
-            prompt_embeds=numbers(1, 5, 6).float(),
-            negative_prompt_embeds=numbers(1, 3, 6).float(),
-            height=48,
-            width=80,
-            num_frames=9,
-            num_inference_steps=3,
-            output_type="latent",
-            generator=torch.Generator().manual_seed(1),
-        ).frames
-
-    expected = sample()
-    pipe.transformer = parallelize(pipe.transformer, SequenceMesh(dist.get_world_size()))
-    torch.testing.assert_close(sample(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_pipeline_samples_the_latents_of_one_process() -> None:
-    run_ranks(3, pipeline)
