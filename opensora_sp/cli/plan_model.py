@@ -61,7 +61,8 @@ def run_model_plan(args: argparse.Namespace) -> None:
     from opensora_sp.planner.full_attention import Batch, build, estimate
 
     changes = {key: setting for (key,), setting in map(parse_override, args.cfg_options)}
-    batch = Batch(1, args.frames, *args.size, args.text_length)
+    height, width = args.size
+    batch = Batch(1, args.frames, height, width, args.text_length)
     estimates: list[StepEstimate] = []
     for lora in (None, args.lora_rank):
         for checkpointing in (False, True):

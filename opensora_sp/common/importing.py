@@ -52,8 +52,9 @@ def check_methods(key: str, cls: Any, protocol: type) -> None:
 
 def nearest(name: Any, known: Iterable[str], *, otherwise: str = "take one of these") -> str:
     """The advice for an unknown name: the nearest known one, if any is near."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else otherwise
+    by_lower_case = {str(candidate).lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1, cutoff=0.5)
+    return f"did you mean {by_lower_case[close[0]]!r}?" if close else otherwise
 
 
 # The only version whose internals the plugin knows.

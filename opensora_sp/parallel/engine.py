@@ -168,13 +168,7 @@ class SequenceParallel:
         return self._strategy_at(rows, x).switch(local, x, rows)
 
     def self_attention(
-        self,
-        local: SelfAttention,
-        x: Tensor,
-        rows: Rows,
-        precomputed: Any = None,
-        *,
-        block: Block,
+        self, local: SelfAttention, x: Tensor, rows: Rows, precomputed: Any = None, *, block: Block
     ) -> Tensor:
         return self._strategy_at(rows, x).self_attention(local, x, rows, precomputed, block)
 
@@ -192,13 +186,7 @@ class SequenceParallel:
         return self._strategy_at(rows, q).attend(local, q, k, v, rows, groups, block)
 
     def segment(
-        self,
-        local: Segment,
-        function: Function,
-        rows: Rows,
-        *args: Any,
-        recompute: Any,
-        last: bool,
+        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         strategy = self._strategy_at(rows, args[0])
         return strategy.segment(local, function, rows, *args, recompute=recompute, last=last)

@@ -11,7 +11,6 @@ the ranks' losses. On a mesh of nested groups it holds for the sum of the losses
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,8 +24,6 @@ from .mesh import SequenceMesh
 from .options import Options
 from .shard_plan import ShardPlan, find_modules, plan_of
 from .token_plan import TokenPlan
-
-logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -88,11 +85,6 @@ def parallelize(
         from .parity import verify_first_step
 
         verify_first_step(model)
-    elif options.verify:
-        logger.info(
-            "verify=True has no effect: no ranks share a batch; opensora-sp verify CONFIG --ranks "
-            "2 compares a small step"
-        )
     return model
 
 

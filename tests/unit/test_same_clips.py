@@ -98,6 +98,7 @@ def checkpoint(config: TrainConfig) -> Path:
     state: dict[str, Any] = {
         "step": 2,
         **order_state(config, plan, len(dataset)),
+        "loss_weight": config.loss_weight,
         "manifest_columns": dataset.fingerprint,
         "micro_batches_per_step": 2,
         "config": config.model_dump(mode="json"),

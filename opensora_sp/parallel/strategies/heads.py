@@ -75,13 +75,7 @@ class SplitAttention(OneLayout):
         return exchanges
 
     def segment(
-        self,
-        local: Segment,
-        function: Function,
-        rows: Any,
-        *args: Any,
-        recompute: Any,
-        last: bool,
+        self, local: Segment, function: Function, rows: Any, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         # Before the block, so that no compiled graph traces it.
         prepared = self.prepare(rows, args[0].device)
@@ -96,14 +90,7 @@ class SplitAttention(OneLayout):
         return super().segment(local, run, rows, *args, recompute=recompute, last=last)
 
     def attend(
-        self,
-        local: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Any,
-        groups: Any,
-        block: Block,
+        self, local: Attend, q: Tensor, k: Tensor, v: Tensor, rows: Any, groups: Any, block: Block
     ) -> Tensor:
         # Outside of a segment nothing is prepared.
         prepared = (self._prepared or self.prepare(rows, q.device))[block]

@@ -106,13 +106,7 @@ class SwitchRows(Strategy):
         return tokens.unflatten(0, (target.count, target.length)), target
 
     def segment(
-        self,
-        local: Segment,
-        function: Function,
-        rows: Rows,
-        *args: Any,
-        recompute: Any,
-        last: bool,
+        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:

@@ -215,14 +215,7 @@ class Strategy:
         return local(x, rows, precomputed)
 
     def attend(
-        self,
-        local: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Rows,
-        groups: Any,
-        block: Block,
+        self, local: Attend, q: Tensor, k: Tensor, v: Tensor, rows: Rows, groups: Any, block: Block
     ) -> Tensor:
         """The attention inside of ``self_attention``, all ``[R, L, H, D]``.
 
@@ -231,13 +224,7 @@ class Strategy:
         return local(q, k, v, rows, groups)
 
     def segment(
-        self,
-        local: Segment,
-        function: Function,
-        rows: Rows,
-        *args: Any,
-        recompute: Any,
-        last: bool,
+        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         """A part of a model between two switches, ``function(*args)``, perhaps checkpointed.
 
@@ -317,13 +304,7 @@ class OneLayout(Strategy):
         return x, rows
 
     def segment(
-        self,
-        local: Segment,
-        function: Function,
-        rows: Rows,
-        *args: Any,
-        recompute: Any,
-        last: bool,
+        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         # Exchanges lie inside of the recomputed part, which would send everything again.
         if recompute and not self.resends(self.options):
