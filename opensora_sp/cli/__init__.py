@@ -78,7 +78,7 @@ COMMANDS = {
     ),
     "check-parallel": Command(
         "compare anybody's model under anybody's context parallelism with one process, on CPU",
-        "opensora-sp check-parallel wan_ulysses.py --ranks 3",
+        "opensora-sp check-parallel mine.py --ranks 3",
         "check_parallel",
     ),
     "config": Command(

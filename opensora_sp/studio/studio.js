@@ -10,14 +10,11 @@
   setInterval(() => fetch("robots.txt").then(show(false), show(true)), 3000);
   // Plots of a unit show the same steps, also when Gradio builds one anew for a new value.
   const ranges = {};
-  let isFollowing = false;
-  const follow = async (plots) => {
-    isFollowing = true;
+  const follow = (plots) => {
     for (const plot of plots) {
       const range = ranges[plot.layout.meta];
-      await Plotly.relayout(plot, range ? {"xaxis.range": [...range]} : {"xaxis.autorange": true});
+      Plotly.relayout(plot, range ? {"xaxis.range": [...range]} : {"xaxis.autorange": true});
     }
-    isFollowing = false;
   };
   new MutationObserver(() => {
     const plots = [...document.querySelectorAll(".js-plotly-plot")].filter((plot) => plot.on);
@@ -25,9 +22,12 @@
     for (const plot of added) {
       plot.isKnown = true;
       plot.on("plotly_relayout", (change) => {
-        if (isFollowing || !Object.keys(change).some((key) => key.startsWith("xaxis"))) return;
+        if (!Object.keys(change).some((key) => key.startsWith("xaxis"))) return;
         const unit = plot.layout.meta;
-        ranges[unit] = "xaxis.autorange" in change ? null : plot.layout.xaxis.range;
+        const range = "xaxis.autorange" in change ? null : [...plot.layout.xaxis.range];
+        // A plot that has followed another one says the range that the unit has.
+        if (String(range) === String(ranges[unit])) return;
+        ranges[unit] = range;
         follow(plots.filter((other) => other !== plot && other.layout.meta === unit));
       });
     }

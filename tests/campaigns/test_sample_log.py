@@ -128,9 +128,9 @@ class CroppedClips(VideoTextDataset):
     def _read(self, sample: Sample) -> CroppedClip:
         seen: dict[str, Any] = {}
 
-        def read_video(path: Path, **options: Any) -> Any:
+        def read_video(path: Path, budget: Any, **options: Any) -> Any:
             seen["start"] = options["start"] - sample.frames[0]
-            return reads(path, **options)
+            return reads(path, budget, **options)
 
         def resize_and_crop(frames: Any, size: Any, place: Any) -> Any:
             seen["place"] = place

@@ -10,7 +10,6 @@ from runs import TRAIN, write_toy_set
 from opensora_sp import device_verification
 from opensora_sp.config import load_train_config
 from opensora_sp.models.kernels import set_kernels
-from opensora_sp.models.kernels.examples import kernel_names
 
 pytestmark = [requires_stub, pytest.mark.slow]
 
@@ -71,7 +70,6 @@ def train(config, setting):
     phase("step")
     run.step.run(0, next(iter(run.loader)), None)
     phase("end")
-    return run.state(1)["kernels"]
 
 
 @pytest.mark.parametrize("setting", ["torch", "triton"])
@@ -84,8 +82,6 @@ def test_a_step_of_training_launches_the_kernels_of_its_config(setting, tmp_path
     env = cache() | ranks | {"XDG_CACHE_HOME": str(tmp_path)}
 
     recording = run_on_stub(train, str(config), setting, env=env, timeout=500)
-    recorded = dict.fromkeys(kernel_names(), setting)
-    assert recording.result == recorded
     names = {launch.name for launch in recording.in_phase("step").launches}
     own = [name for name in names if name.isidentifier() and name.endswith("kernel")]
     assert bool(own) == (setting == "triton"), names

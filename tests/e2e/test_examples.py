@@ -54,6 +54,10 @@ def test_the_examples_run_in_their_order(tmp_path: Path) -> None:
     run_example("init", tmp_path)
     project = tmp_path / "project"
     (project / "data" / "clips.csv").unlink()
+    # The page's example, with its bug mended.
+    page = (ROOT / "docs" / "check_parallel.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    (project / "mine.py").write_text(example.replace("# dist.all_reduce", "dist.all_reduce"))
 
     printed = {name: run_example(name, project) for name in COMMANDS if name not in ("init",)}
     assert "16 clips, 0 of them without a caption" in printed["index"]
@@ -67,3 +71,4 @@ def test_the_examples_run_in_their_order(tmp_path: Path) -> None:
     assert (project / "weights" / "first" / "config.json").is_file()
     assert "opensora-sp studio" in printed["studio"] and "outputs/first" in printed["studio"]
     assert "checks passed" in printed["doctor"]
+    assert "no difference: one process and 3 ranks" in printed["check-parallel"]
