@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import multiprocessing
 import os
 import signal
@@ -14,13 +13,16 @@ import traceback
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .definition import DefinitionError, load_definition
+from .layouts import wide
 from .report import Finding
 from .run import RankResult, Work
 
@@ -64,7 +66,7 @@ class Rank:
         elif kind == "raised":
             self.finding = Finding("error", f"rank {self.rank} raises {content}", self.module)
         else:
-            self.result = torch.load(io.BytesIO(content), weights_only=False)
+            self.result = content
 
     def read_stack(self) -> None:
         """Report where the rank waits."""
@@ -148,11 +150,12 @@ def _rank_main(rank: int, folder: str, pipe: Connection, work: Work) -> None:
         dist.init_process_group(backend, None, limit, work.ranks, rank, store)
         return dist.group.WORLD
 
-    buffer = io.BytesIO()
+    # Torch would share the memory of each tensor by a file.
+    ForkingPickler.register(Tensor, lambda x: (torch.from_numpy, (wide(x).numpy(),)))
     try:
         work.definition = load_definition(work.definition)
-        torch.save(work.run(connect, lambda name: pipe.send(("entered", name))), buffer)
-        pipe.send(("result", buffer.getvalue()))
+        result = work.run(connect, lambda name: pipe.send(("entered", name)))
+        pipe.send(("result", result))
     except DefinitionError as error:
         pipe.send(("refused", str(error)))
     except Exception as error:

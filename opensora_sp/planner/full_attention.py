@@ -7,7 +7,6 @@ first. The optimizer is the plugin's, without EMA weights.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from opensora_sp.common.files import read_json
 from opensora_sp.models.attention import traced_sdpa
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.communication import record
@@ -81,7 +81,7 @@ def build(source: str, changes: Mapping[str, Any]) -> Any:
         ValueError: if the inputs of the class are not known.
     """
     config = Path(source) / "config.json"
-    settings = json.loads(config.read_text()) if config.is_file() else {"_class_name": source}
+    settings = read_json(config) if config.is_file() else {"_class_name": source}
     name = settings.get("_class_name")
     if name not in INPUTS:
         raise ValueError(

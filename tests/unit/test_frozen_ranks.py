@@ -107,7 +107,7 @@ def test_a_rank_that_runs_and_makes_no_process_group_is_found_by_its_line(
 ) -> None:
     """Such as one that waits for a dead mount."""
     first, second = two_ranks
-    with recorded_exits() as codes, Watchdog(first):
+    with recorded_exits() as codes, Watchdog(first, peer_timeout=2.0):
         for number in range(600):
             second.write(Heartbeat(number, {}, {}, "a dead mount", False))
             if codes:
