@@ -156,7 +156,7 @@ class _Trace(AllocatorPeak):
 
     def __init__(self, bucket: GradientBucket) -> None:
         super().__init__()
-        self.bucket, self.ledger = bucket, CommLedger()
+        self.bucket, self.counter = bucket, CommLedger()
         self.received = self.saved = 0
 
     def step(self, model: Any, inputs: dict[str, Tensor]) -> list[tuple[str, int, int]]:
@@ -172,7 +172,7 @@ class _Trace(AllocatorPeak):
 
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
-        with self, self.ledger, _GpuAttention():
+        with self, self.counter, _GpuAttention():
             (output,) = model(**inputs, return_dict=False)
             self.saved = self.live
             (output.float() - 1).square().mean().backward()
@@ -186,7 +186,7 @@ class _Trace(AllocatorPeak):
 
     def sent(self, phase: str) -> int:
         """Bytes sent in a phase."""
-        return sum(number for key, number in self.ledger.bytes.items() if key[1] == phase)
+        return sum(number for key, number in self.counter.bytes.items() if key[1] == phase)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -153,7 +153,7 @@ def raising(model: Model, group: Any) -> None:
 
 
 def test_a_rank_that_waits_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Rank 1 goes on to the checker's own exchange.
+    # Rank 1 continues to the checker's own exchange.
     report = check(apply=waiting, seconds=3)
     assert [row.kind for row in report.findings] == ["waiting", "waiting"]
     assert "in forward" in report.findings[0].text and Path(__file__).name in str(report)

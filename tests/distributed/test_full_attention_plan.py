@@ -55,13 +55,13 @@ def measured(name: str, checkpointing: bool) -> tuple[list[int], int, int]:
     # What blocks receive is kept from the second pass on.
     for _ in range(2):
         saved.clear()
-        live, ledger = LivePeak(), CommLedger()
-        with ledger, live:
+        live, counter = LivePeak(), CommLedger()
+        with counter, live:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 loss = model(**inputs, return_dict=False)[0].square().mean()
             after_forward, num_saved = live.live, sum(saved.values())
             loss.backward()
-    counted = {key: number for key, number in ledger.bytes.items() if key[0] != "check"}
+    counted = {key: number for key, number in counter.bytes.items() if key[0] != "check"}
     assert {phase for _, phase in counted} <= {"forward", "backward"}
     sent = [
         sum(number for (_, name), number in counted.items() if name == phase)
