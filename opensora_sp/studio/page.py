@@ -171,7 +171,7 @@ def _history(folders: Folders, fields: dict[str, Any], page: gr.Blocks) -> list[
         now = [each.caption for each in results]
         if now == names:
             return [gr.skip(), now]
-        # Contact sheets, of which the middle is shown.
+        # Contact sheets, of which the first frame is shown.
         sheets = [Image.open(each.video.with_suffix(".png")) for each in results]
         return [list(zip(sheets, now, strict=True)), now]
 
