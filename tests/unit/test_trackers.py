@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import logging
 import re
 import sys
@@ -70,6 +71,8 @@ def report_a_run(run_dir: Path, **options: Any) -> None:
     reporter.validated(2, [0.25, 0.75], folder)
     reporter.close()
 
+    # W&B names a session's folder by its second.
+    time.sleep(1.0 if options.get("wandb") else 0.0)
     reporter = reporter_of(run_dir, start=2, **options)
     for step in (3, 4):
         reporter.log(step, VALUES)
