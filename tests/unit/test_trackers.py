@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 import logging
 import re
 import sys
+import time
 import types
 from collections.abc import Iterator
 from itertools import chain
