@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from full_attention_models import drawn, numbers
@@ -86,6 +87,7 @@ def wrapped() -> None:
     sharded_parameters()
 
 
+@pytest.mark.slow
 def test_wrapped_and_compiled_models() -> None:
     run_ranks(2, wrapped)
 
