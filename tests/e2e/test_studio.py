@@ -142,7 +142,7 @@ def test_a_typed_prompt_becomes_a_video_that_plays(studio: Studio, tmp_path: Pat
     for label in ("Negative prompt", "Size", "Aspect ratio", "Frames", "FPS", "Steps"):
         page.keyboard.press("Tab")
         assert is_focused(field_of(page, label)), label
-    page.keyboard.type("100")
+    page.keyboard.type("500")
     page.get_by_role("button", name="Sample", exact=True).focus()
     page.keyboard.press("Enter")
 
@@ -163,7 +163,7 @@ def test_a_typed_prompt_becomes_a_video_that_plays(studio: Studio, tmp_path: Pat
 
     (metadata,) = (studio.folder / "studio").glob("*/000-a-red-circle.json")
     facts = json.loads(metadata.read_text())
-    assert facts["config"]["scheduler"]["num_sampling_steps"] == 100
+    assert facts["config"]["scheduler"]["num_sampling_steps"] == 500
     assert f"seed {facts['seed']}" in page.locator("#queue").inner_text()
 
     page.reload()
