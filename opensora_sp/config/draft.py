@@ -24,6 +24,8 @@ DELETE = "_delete_"
 _MISSING = object()
 # Begins most messages of pydantic.
 _INPUT = "Input should be "
+# Options of a command that are no keys of its config.
+COMMAND_OPTIONS = ("resume", "profile")
 
 
 def key_of(name: str | Key) -> Key:
@@ -200,6 +202,7 @@ def explain(
         for message in _messages(finding, schema):
             if draft is not None:
                 message += _origins(draft, tuple(finding["loc"]), message)
+                message += _other_section(draft, finding["loc"], message)
             lines.append(message)
     return f"in {source}:\n  " + "\n  ".join(dict.fromkeys(lines))
 
@@ -210,6 +213,8 @@ def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
     if finding["type"] == "extra_forbidden":
         known = _known_keys(schema, finding["loc"][:-1])
         advice = nearest(finding["loc"][-1], known, otherwise=f"known keys are {', '.join(known)}")
+        if key in COMMAND_OPTIONS:
+            advice = f"pass the option --{key} {finding['input']}"
         return [f"got the unknown key {key!r}; expected a known one; {advice}"]
 
     if finding["type"] == "missing":
@@ -259,6 +264,17 @@ def _origins(draft: Draft, loc: Key, message: str) -> str:
     if len(named) < 2:
         return "".join(f" [{origin}]" for origin in named.values())
     return f" [{', '.join(f'{dotted(key)}: {origin}' for key, origin in named.items())}]"
+
+
+def _other_section(draft: Draft, loc: Key, message: str) -> str:
+    """The advice where the command line has changed a section's type, and not its options."""
+    if "unknown key" not in message or not is_option(draft.origins.get((*loc, "type"))):
+        return ""
+    name = draft.get((*loc, "type"))
+    return (
+        f"; the section's other options stay as in the file: replace it with --cfg-options "
+        f"\"{dotted(loc)}=dict(type='{name}', ...)\""
+    )
 
 
 def _known_keys(schema: type[BaseModel], path: Key) -> list[str]:

@@ -27,7 +27,7 @@ Checked = TypeVar("Checked", bound=BaseModel)
 SCHEMAS: dict[Run, type[BaseModel]] = {"train": TrainConfig, "sample": InferenceConfig}
 KEYS_OF: dict[Run, tuple[str, ...]] = {
     "train": ("dataset", "data_path", "max_steps", "epochs"),
-    "sample": ("prompts", "prompt", "prompt_path", "ckpt", "num_samples", "num_sample"),
+    "sample": ("prompts", "prompt", "prompt_path", "ckpt", "fps", "num_samples", "num_sample"),
 }
 FLAG = "--cfg-options"
 WORDS = {"true": True, "false": False, "none": None, "null": None}

@@ -211,7 +211,8 @@ def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
 
     try:
         # utf-8-sig: Excel begins UTF-8 with a byte-order mark.
-        with open_regular(path, "r", newline="", encoding="utf-8-sig") as file:
+        options = dict(newline="", encoding="utf-8-sig", errors="surrogateescape")
+        with open_regular(path, "r", **options) as file:
             lines = _lines(path, file)
             if path.suffix == ".csv":
                 reader = csv.DictReader(lines)
@@ -220,16 +221,23 @@ def _read_columns(path: Path, wanted: Sequence[str]) -> dict[str, list[Any]]:
                 return _by_column(_within_columns(path, reader), names, wanted)
             rows = (_parsed(path, line) for line in lines if line.strip())
             return _by_column(rows, [], wanted)
-    except (UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise _refused(
             path,
             f", which cannot be read ({error})",
-            f"UTF-8 with cells of at most {csv.field_size_limit():,} characters; save it as that",
+            f"CSV with cells of at most {csv.field_size_limit():,} characters; save it as that",
         ) from None
 
 
 def _lines(path: Path, file: IO[str]) -> Iterator[str]:
+    number = 0
     while line := file.readline(MAX_LINE + 1):
+        number += 1
+        # Bytes that are not UTF-8 have been decoded to surrogates.
+        if not line.isascii() and any("\ud800" <= character <= "\udfff" for character in line):
+            raise _refused(
+                path, f", of which line {number} is not UTF-8", "UTF-8 alone; save it as that"
+            )
         if len(line) > MAX_LINE:
             raise _refused(
                 path,
