@@ -23,8 +23,8 @@ from filelock import FileLock
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)/?([\w./-]*)(?:@([\w./-]+))?", re.ASCII)
-# Fetched with the weights. A card has their license.
-_ABOUT = ("config.json", "README.md", "adapter_config.json")
+# Fetched with the weights.
+_ABOUT = ("config.json", "adapter_config.json")
 _LISTED = 8
 
 

@@ -105,8 +105,8 @@ class BucketPlan:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of the buckets and the clips, to be compared on resume. (Neither the seed nor
-        the rule by which clips are assigned are in it.)
+        """A checksum of the buckets and the clips, to be compared on resume. The rule that assigns
+        clips to buckets is not in it: a run resumes with the rule of its code.
         """
         options = repr((self.frame_interval, self.buckets.entries)).encode()
         columns = (self.num_frames, self.height, self.width)

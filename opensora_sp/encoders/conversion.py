@@ -46,8 +46,14 @@ def convert_encoder(
         # As diffusers' and transformers' save_pretrained name them.
         is_of_diffusers = "_class_name" in weights.config
         stem = "diffusion_pytorch_model" if is_of_diffusers else "model"
-        # Mapped, so that few of them are in memory.
-        tensors = {name: stored.read() for name, stored in weights.tensors.items()}
+        # Mapped, so that few of them are in memory; copied where several names share one, of which
+        # huggingface_hub would keep a single name.
+        tensors, seen = {}, set()
+        for name, stored in weights.tensors.items():
+            tensor = stored.read()
+            storage = tensor.untyped_storage().data_ptr()
+            tensors[name] = tensor.clone() if storage in seen else tensor
+            seen.add(storage)
         write_shards(tensors, folder, max_shard_size, stem=stem)
 
         for file in sorted(source.iterdir()):

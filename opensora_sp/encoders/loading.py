@@ -161,11 +161,12 @@ class PretrainedFiles:
 
     def __init__(self, source: str, key: str, subfolder: str | None = None) -> None:
         self.source, self.key = source, key
+        self.without_subfolder = f", and remove {key}.subfolder" if subfolder else ""
         kind = replace(
             hub.WEIGHTS,
             noun=f"{key}.from_pretrained",
             advice="convert them once: opensora-sp convert {name} {target} --allow-pickle, then "
-            f"set {key}.from_pretrained to {{target}}",
+            f"set {key}.from_pretrained to {{target}}{self.without_subfolder}",
         )
         self.folder = hub.local_path(source, subfolder or "", kind=kind, more=TOKENIZER_FILES)
         if not self.folder.is_dir():
@@ -211,6 +212,7 @@ class PretrainedFiles:
                 f"got {self.key}.from_pretrained {self.source!r}, whose weights are pickled, and a "
                 "pickle can run code as it is read; expected safetensors; convert them once: "
                 f"{convert_command(self.folder)}, then set {self.key}.from_pretrained to {target}"
+                f"{self.without_subfolder}"
             ) from None
         # Foreign files make the libraries raise anything: tokenizers raises Exception itself.
         except Exception as error:

@@ -56,8 +56,8 @@ class OpenSoraVAEv13(FrozenEncoder):
         offload: keep the weights on the CPU between calls.
 
     Raises:
-        ValueError: for options that do not fit each other, if it cannot be found, or has other
-            tensors than this autoencoder.
+        ValueError: if it cannot be found, or has other tensors than this autoencoder. Options that
+            do not fit each other are refused by ``planned_latent_size``.
     """
 
     def __init__(

@@ -113,9 +113,8 @@ def _sampling(
         text = views.queue(jobs, queue.ahead_of)
         videos = [str(job.video) for job in jobs if job.video and job.video.is_file()]
         added = [path for path in videos if path not in paths]
-        if not added:
-            return [text, gr.skip(), gr.skip(), gr.skip()]
-        return [text, paths + added, *_shown(paths + added, pair)]
+        shown = _shown(paths + added, pair) if added else [gr.skip(), gr.skip()]
+        return [text, paths + added if added else gr.skip(), *shown]
 
     def cancel_jobs(request: gr.Request, count: int | None = None) -> None:
         living = [job for job in jobs_of[request.session_hash] if not job.has_ended]
@@ -169,11 +168,8 @@ def _history(folders: Folders, fields: dict[str, Any], page: gr.Blocks) -> list[
         """The list, if it has changed: a choice in one that is built anew is lost."""
         results = folders.history()
         now = [each.caption for each in results]
-        if now == names:
-            return [gr.skip(), now]
-        # Contact sheets, of which the first frame is shown.
-        sheets = [Image.open(each.video.with_suffix(".png")) for each in results]
-        return [list(zip(sheets, now, strict=True)), now]
+        listed = gr.skip() if now == names else list(zip(map(_sheet, results), now, strict=True))
+        return [listed, now]
 
     outputs = [chosen, shown, metadata]
     gallery.select(choose, [chosen, compare], outputs, **QUIET)
@@ -195,6 +191,13 @@ def _shown(paths: list[str], pair: bool) -> list[Any]:
     return [shown, results[-1].facts if results else None]
 
 
+def _sheet(result: Result) -> Image.Image:
+    """The contact sheet, of which the first frame is shown; gray if it is damaged or deleted."""
+    with suppress(OSError), Image.open(result.video.with_suffix(".png")) as sheet:
+        return sheet.copy()
+    return Image.new("L", (96, 96), 128)
+
+
 def _marked(error: str, key: str) -> Any:
     """A field with an error, or without one; files have it in their label."""
     marks: dict[str, Any] = dict(elem_classes=["refused"] if error else [])
@@ -204,9 +207,8 @@ def _marked(error: str, key: str) -> Any:
 
 
 def _text(key: str) -> gr.Textbox:
-    label, example = FIELDS[key]
     looks: dict[str, Any] = dict(lines=1, max_lines=1, min_width=400 if "prompt" in key else 120)
-    return gr.Textbox("", label=label, placeholder=example, **looks)
+    return gr.Textbox("", label=FIELDS[key][0], placeholder=FIELDS[key][1], **looks)
 
 
 def _chooser(key: str, choices: list[tuple[str, str]], **options: Any) -> gr.Dropdown:

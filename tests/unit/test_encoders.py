@@ -719,6 +719,26 @@ def test_pickles_of_a_repository_are_not_downloaded(monkeypatch: pytest.MonkeyPa
         T5TextEncoder("somebody/bins")
 
 
+def test_convert_keeps_all_names_of_tied_tensors(sources: dict[type, Path], tmp_path: Path) -> None:
+    """As T5 with its decoder has: three names of one embedding."""
+    folder = sources[T5TextEncoder]
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    file.unlink()
+    tensors["decoder.embed_tokens.weight"] = tensors["shared.weight"]
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+    main(["convert", str(folder), str(tmp_path / "out"), "--allow-pickle"])
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+    T5TextEncoder(str(tmp_path / "out"))
+
+
+def test_a_subfolder_is_left_out_of_the_converted_folder(sources: dict[type, Path]) -> None:
+    folder = pickled(sources[ImageVAE])
+    with pytest.raises(ValueError, match="-safetensors, and remove vae.subfolder$"):
+        ImageVAE(str(folder.parent), subfolder=folder.name)
+
+
 def test_convert_leaves_an_encoder_as_it_is(
     sources: dict[type, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -169,6 +169,10 @@ def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Fold
         "cat fir | seed 5 | fir",
     ]
     assert results[1].video == folders.outputs / "fir" / "000-a.mp4"
+    # Damaged sheets are gray.
+    from opensora_sp.studio.page import _sheet
+
+    assert _sheet(results[1]).getextrema() == (128, 128)
     results[1].delete()
     assert [path.name for path in (folders.outputs / "fir").iterdir()] == ["000-ab.png"]
 
