@@ -88,8 +88,8 @@ class Buckets:
                 if isinstance(part, Mapping) and key in part:
                     place, part = f"{place}[{key!r}]", part[key]
             raise ValueError(
-                f"got bucket_config{place} = {part!r}; expected for example "
-                "{'240p': {51: (1.0, 4)}}: (probability, batch size), or ((probability, "
+                f"got bucket_config{place} = {part!r} ({error.errors()[0]['msg']}); expected for "
+                "example {'240p': {51: (1.0, 4)}}: (probability, batch size), or ((probability, "
                 "probability of these frames), batch size), by resolution and frames; a batch size "
                 "of None is chosen at the start; correct it"
             ) from None

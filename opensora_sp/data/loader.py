@@ -129,7 +129,7 @@ class RequestLoader:
         time_limit: float = 60.0,
     ) -> None:
         self.dataset, self.num_workers, self.device = dataset, num_workers, device
-        # A file that is too slow is substituted first.
+        # Longer than a clip may take: a slow file is a corrupt sample, and no stuck worker.
         self.patience = 2 * time_limit + GRACE_SECONDS
         self._poll_seconds = min(POLL_SECONDS, self.patience)
         self._progress = RawArray("d", 2 * num_workers)

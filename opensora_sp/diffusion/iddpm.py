@@ -67,8 +67,8 @@ class IDDPM:
             "float64" gives the numbers of 1.0.
 
     Raises:
-        ValueError: for an unknown schedule, or values that do not fit together. Configs check the
-            others by their types.
+        ValueError: for an unknown schedule, or values that do not fit together. Other
+            values are checked where they come from a config, by their types.
     """
 
     num_sampling_steps: Annotated[int, Field(ge=0)] = 0

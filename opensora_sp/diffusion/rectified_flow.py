@@ -56,7 +56,8 @@ class RectifiedFlow:
     (``conditioning_frames.py``).
 
     Raises:
-        ValueError: for unknown names in ``drop_condition``. Configs check the others by type.
+        ValueError: for unknown names in ``drop_condition``. Other values are
+            checked where they come from a config, by their types.
     """
 
     num_timesteps: Positive = 1000

@@ -216,7 +216,7 @@ class PretrainedFiles:
             ) from None
         # Foreign files make the libraries raise anything: tokenizers raises Exception itself.
         except Exception as error:
-            raise self._error(f"of which {what} cannot be loaded ({shortly(error)})") from error
+            raise self._error(f"whose {what} cannot be loaded ({shortly(error)})") from error
 
     def _error(self, reason: str) -> ValueError:
         return ValueError(

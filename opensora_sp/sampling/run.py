@@ -357,8 +357,8 @@ def _exists(cfg: InferenceConfig, folder: Path, request: Request, digest: str) -
     differing = differences(folder, request, facts)
     if differing:
         logger.warning(
-            "%s is of another request (%s); it is sampled again",
+            "%s is of another request (other %s); it is sampled again",
             media_path(folder, request, facts),
-            "; ".join(differing),
+            ", ".join(differing),
         )
     return differing == []

@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "output type": (dict(output_type="mp4"), r"got output_type 'mp4'; expected one of \('pil'"),
     "image": (
         dict(image=np.zeros((8, 8), np.uint8)),
-        r"got ndarray \(8, 8\) as image; expected a PIL image",
+        r"got ndarray uint8 \(8, 8\) as image; expected a PIL image",
     ),
     "scaled image": (
         dict(image=torch.full((3, 8, 8), -1.0)),

@@ -403,7 +403,7 @@ def test_incomplete_and_damaged_weights_are_refused(
     save_file(state, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(
-        ValueError, match=rf"got {key}.from_pretrained .*of which weights cannot be loaded"
+        ValueError, match=rf"got {key}.from_pretrained .*whose weights cannot be loaded"
     ):
         cls(str(folder))
 

@@ -176,7 +176,7 @@ def test_skip_existing_continues_where_a_run_stopped(
         again.model_copy(update={"format": "mp4", "prompts": again.prompts[:1], "num_samples": 1})
     )
     assert (folder / "000-a-red-circle.mp4").is_file()
-    assert "000-a-red-circle.mp4 is of another request (format)" in caplog.text
+    assert "000-a-red-circle.mp4 is of another request (other format)" in caplog.text
 
     sample(again)
     assert not (folder / "000-a-red-circle.mp4").is_file()
@@ -184,7 +184,10 @@ def test_skip_existing_continues_where_a_run_stopped(
     changed = [*again.prompts[:2], again.prompts[2].model_copy(update={"fps": 8.0})]
     written = sample(again.model_copy(update={"prompts": changed}))
     assert {path.name for path in written} == {"002-a-blue-square.gif", "002-a-blue-square-s1.gif"}
-    assert "002-a-blue-square.gif is of another request (fps); it is sampled again" in caplog.text
+    assert (
+        "002-a-blue-square.gif is of another request (other fps); it is sampled again"
+        in caplog.text
+    )
 
 
 def test_a_changed_reference_makes_another_request(
@@ -206,7 +209,7 @@ def test_a_changed_reference_makes_another_request(
 
     Image.new("RGB", (24, 28), "blue").save(reference)
     assert sample(cfg) == [video]
-    assert "000-a.png is of another request (input_sha256" in caplog.text
+    assert "000-a.png is of another request (other input_sha256" in caplog.text
 
 
 def test_text_is_encoded_once_for_all_steps_and_samples(trained: Path) -> None:

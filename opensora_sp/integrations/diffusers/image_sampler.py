@@ -163,9 +163,10 @@ def frame_of(image: Any) -> np.ndarray | None:
         if is_image and image.min() >= 0 and image.max() <= 1:
             return (image.float() * 255).round().byte().permute(1, 2, 0).cpu().numpy()[None]
 
-    shape = getattr(image, "shape", "")
+    details = [getattr(image, name) for name in ("dtype", "shape") if hasattr(image, name)]
+    shown = " ".join([type(image).__name__, *map(str, details)])
     raise ValueError(
-        f"got {type(image).__name__} {shape} as image; expected a PIL image, an array uint8 "
+        f"got {shown} as image; expected a PIL image, an array uint8 "
         "[height, width, 3] or a tensor [3, height, width] in [0, 1]; convert it"
     )
 

@@ -67,7 +67,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         """The process with other steps and guidance; None keeps what the config has."""
         asked = {"num_sampling_steps": num_inference_steps, "cfg_scale": guidance_scale}
         changes: Any = {name: asked[name] for name in asked if asked[name] is not None}
-        return replace(self.flow, **changes)
+        return replace(self.flow, **check_options("scheduler", changes, RectifiedFlow))
 
     def sigmas(
         self, num_inference_steps: int | None = None, *, geometry: Geometry | None = None
