@@ -92,7 +92,7 @@ def choose_kernels(
     local_verdicts = {}
     for name in names:
         compare = partial(verify_kernel, name, sizes, dtype, device)
-        local_verdicts[name] = problem or _verdict(compare)
+        local_verdicts[name] = problem or _verdict(name, compare, device)
     verdicts = agreed(local_verdicts)
     refused = {name: verdict for name, verdict in verdicts.items() if verdict != OK}
     if kernels == TRITON and refused:
@@ -204,7 +204,7 @@ def _failed(cases: Iterable[Case], names: Mapping[str, str], device: torch.devic
     verdicts = {}
     for backend, taken_cases in kernel_cases.items():
         compare = partial(verify_backend, backend, taken_cases, device)
-        verdicts[backend.name] = _verdict(compare)
+        verdicts[backend.name] = _verdict(backend.name, compare, device)
     return {name: verdict for name, verdict in agreed(verdicts).items() if verdict != OK}
 
 
@@ -221,13 +221,30 @@ def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, li
 # --- verdicts: found by checks, agreed by all ranks
 
 
-def _verdict(compare: Callable[[], Iterable[Difference]]) -> str:
-    """OK, or the first difference or error."""
+def _verdict(name: str, compare: Callable[[], Iterable[Difference]], device: torch.device) -> str:
+    """OK, or the first difference or error.
+
+    Raises:
+        ValueError: if the device computes nothing any more, as after an illegal access. The run's
+            watchdog ends the other ranks.
+    """
     try:
         return next((str(difference) for difference in compare() if not difference.ok), OK)
     # Compilers and drivers may raise anything.
     except Exception as error:
+        _check_device(name, device, error)
         return f"it could not be compared: {first_line(error)}"
+
+
+def _check_device(name: str, device: torch.device, error: Exception) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        raise ValueError(
+            f"got an error from {name} ({first_line(error)}), after which the device computes "
+            "nothing; expected code that runs; set kernels='torch', and report it with the output "
+            "of opensora-sp doctor"
+        ) from error
 
 
 def agreed(verdicts: Verdicts) -> Verdicts:

@@ -24,9 +24,8 @@ from .filesystem import FileSystem, sha256
 from .paths import checkpoint_step, committed_checkpoints, is_committed
 from .tensor_file import Spec, TensorFile
 
-# A key of ``state.json`` that earlier versions may ignore needs no new number, and later versions
-# read checkpoints without it.
-FORMAT = 2
+# Grows with what is read: a checkpoint of another format is refused.
+FORMAT = 3
 # Larger files are compared by size only, unless a check is thorough.
 QUICK_CHECK_BYTES = 1 << 20
 # A number and 64 digits.

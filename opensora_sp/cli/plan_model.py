@@ -16,12 +16,17 @@ from opensora_sp.parallel.mesh import check_sp_size
 if TYPE_CHECKING:
     from opensora_sp.planner.full_attention import StepEstimate
 
-HEAD = "trained   checkpointing  MB sent forward  backward   GB kept  GB saved   GB peak"
+HEAD = """\
+                            MB sent in
+trained   checkpointing    forward  backward   GB kept  GB saved   GB peak"""
 NOTE = """\
-MB sent: by the rank with the most tokens, for a micro-batch. Recomputation sends nothing; what it
-takes instead is kept (with recompute_communication=True forward is sent again). saved: after
-forward, with that. peak: in bf16 with ZeRO stage 2 and AdamW, without EMA weights and encoders.
+MB sent: by the rank with the most tokens, for a micro-batch. kept: received tensors that stay, so
+that recomputation sends nothing (with recompute_communication=True forward is sent again). saved:
+activations alive after forward, kept ones included. peak: in bf16 with ZeRO stage 2 and AdamW,
+without EMA weights and encoders.
 """
+# Of plans of configs.
+OTHERS = ("fit", "out", "largest_batch", "gpu", "gpus_per_node")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -48,19 +53,24 @@ def is_diffusers_model(config: str | None) -> bool:
 
 def run_model_plan(args: argparse.Namespace) -> None:
     """Print a training step of all weights and of adapters, with and without checkpointing."""
-    gpus = args.gpus or 0
-    ranks = args.sp_size or gpus
-    if min(gpus, ranks, args.frames, *args.size, args.text_length, args.lora_rank) < 1:
+    given = [f"--{name.replace('_', '-')}" for name in OTHERS if getattr(args, name) is not None]
+    if given or args.gpus is None:
         raise ValueError(
-            f"got {args.config} with a number below 1, or without --gpus; expected the processes "
-            "of the run, and numbers from 1; pass for example --gpus 8"
+            f"got {args.config} with {', '.join(given) or 'no --gpus'}; expected --gpus, and none "
+            "of the options of a config's plan; pass for example --gpus 8 --memory-gb 80"
         )
-    check_sp_size(ranks, gpus)
+    ranks = args.sp_size or args.gpus
+    if min(args.gpus, ranks, args.frames, *args.size, args.text_length, args.lora_rank) < 1:
+        raise ValueError(
+            f"got {args.config} with a number below 1; expected numbers from 1; correct it"
+        )
+    check_sp_size(ranks, args.gpus)
 
     # Imports torch's models, which other plans need not.
     from opensora_sp.planner.full_attention import Batch, build, estimate
 
-    changes = {key: setting for (key,), setting in map(parse_override, args.cfg_options)}
+    overrides = map(parse_override, args.cfg_options)
+    changes = {".".join(map(str, key)): setting for key, setting in overrides}
     height, width = args.size
     batch = Batch(1, args.frames, height, width, args.text_length)
     estimates: list[StepEstimate] = []
@@ -68,7 +78,7 @@ def run_model_plan(args: argparse.Namespace) -> None:
         for checkpointing in (False, True):
             model = build(args.config, changes)
             step = estimate(
-                model, batch, gpus=gpus, ranks=ranks, lora=lora, checkpointing=checkpointing
+                model, batch, gpus=args.gpus, ranks=ranks, lora=lora, checkpointing=checkpointing
             )
             estimates.append(step)
 
@@ -76,7 +86,7 @@ def run_model_plan(args: argparse.Namespace) -> None:
         numbers = [dataclasses.asdict(step) for step in estimates]
         sys.stdout.write(json.dumps(numbers, indent=1) + "\n")
         return
-    degrees = f"{gpus} GPUs = dp_size {gpus // ranks} x sp_size {ranks}"
+    degrees = f"{args.gpus} GPUs = dp_size {args.gpus // ranks} x sp_size {ranks}"
     sys.stdout.write(f"{type(model).__name__}, {degrees}\n{batch}\n\n{HEAD}\n")
     for line in _rows(estimates, args.memory_gb):
         sys.stdout.write(line + "\n")
@@ -89,7 +99,7 @@ def _rows(estimates: list[StepEstimate], memory_gb: float | None) -> Iterator[st
         blocks = "of blocks" if step.checkpointing else "none"
         fits = memory_gb is None or step.peak.needed <= memory_gb * 1e9
         yield (
-            f"{trained:<9} {blocks:<13} {step.forward / 1e6:>16,.1f} {step.backward / 1e6:>9,.1f} "
+            f"{trained:<9} {blocks:<13} {step.forward / 1e6:>10,.1f} {step.backward / 1e6:>9,.1f} "
             f"{step.kept / 1e9:>9.3f} {step.saved / 1e9:>9.3f} {step.peak.total / 1e9:>9.3f}"
             f"{'' if fits else ' too much'}"
         )

@@ -1,12 +1,14 @@
 """A transformer of diffusers on a number of GPUs: bytes sent and peak memory of a training step.
 
 The whole step is traced on meta tensors, as the rank with the most tokens computes it: that is the
-first. The optimizer is the plugin's, without EMA weights.
+last. The optimizer is the plugin's, without EMA weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +31,6 @@ from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak
 from .memory import GradientBucket, MemoryPeak, ModelSizes, Persistent, Zero
 
 ADAPTED = ["to_q", "to_k", "to_v", "to_out.0"]
-PIXELS = 16  # of a token, a side
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ class Batch:
     width: int
     text: int
 
-    def __post_init__(self) -> None:
-        if self.height % PIXELS or self.width % PIXELS:
+    def check_sides(self, pixels: int) -> None:
+        """Raise ValueError unless the sides are multiples of the pixels of a token."""
+        if self.height % pixels or self.width % pixels:
             raise ValueError(
-                f"got --size {self.height} {self.width}; expected multiples of {PIXELS}, the "
+                f"got --size {self.height} {self.width}; expected multiples of {pixels}, the "
                 "pixels of a token; round them"
             )
 
@@ -82,17 +84,28 @@ def build(source: str, changes: Mapping[str, Any]) -> Any:
     """
     config = Path(source) / "config.json"
     settings = read_json(config) if config.is_file() else {"_class_name": source}
-    name = settings.get("_class_name")
+    name = settings.get("_class_name") if isinstance(settings, dict) else None
     if name not in INPUTS:
         raise ValueError(
             f"got a model of class {name}; expected one of {sorted(INPUTS)}, whose inputs are "
-            "known; name one, or a folder with its config.json"
+            "known; name one, or a folder with its config.json, or the path of a config"
         )
     # Takes seconds.
     import diffusers
 
-    with torch.device("meta"):
-        return getattr(diffusers, name).from_config({**settings, **changes})
+    model_class = getattr(diffusers, name)
+    unknown = sorted(changes.keys() - inspect.signature(model_class).parameters.keys())
+    try:
+        if unknown:
+            raise TypeError(f"unknown: {', '.join(unknown)}")
+        with torch.device("meta"):
+            return model_class.from_config({**settings, **changes})
+    # Diffusers checks no types.
+    except Exception as error:
+        raise ValueError(
+            f"got a config of {name} from which it cannot be built ({error}); expected values that "
+            f"its constructor takes; correct {config if config.is_file() else '--cfg-options'}"
+        ) from error
 
 
 def estimate(
@@ -123,7 +136,7 @@ def estimate(
     nn.Module.to(model, dtype)
     if checkpointing:
         model.enable_gradient_checkpointing(_checkpoint)
-    parallelize(model, SequenceMesh.imagined(ranks, 0))
+    parallelize(model, SequenceMesh.imagined(ranks, ranks - 1))
 
     zero = Zero(gpus, 2, dtype.itemsize)
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
@@ -196,7 +209,7 @@ class _Trace(AllocatorPeak):
             tokens, _, _, send, _, _, kind, backward = args
             # Recomputation takes what was kept.
             if backward or not is_backward_running():
-                elements = (sum(send) - send[0]) * tokens[0].numel()
+                elements = sum(send[:-1]) * math.prod(tokens.shape[1:])
                 size = tokens.element_size()
                 record(kind, backward=backward, elements=elements, element_size=size)
             if not is_backward_running():
@@ -225,6 +238,7 @@ def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _wan(config: Any, batch: Batch) -> dict[str, Tensor]:
+    batch.check_sides(8 * max(config.patch_size[1:]))
     latents = (batch.frames - 1) // 4 + 1, batch.height // 8, batch.width // 8
     inputs = dict(
         hidden_states=torch.zeros(batch.size, config.in_channels, *latents),
@@ -237,7 +251,9 @@ def _wan(config: Any, batch: Batch) -> dict[str, Tensor]:
 
 
 def _flux(config: Any, batch: Batch) -> dict[str, Tensor]:
-    tokens = (batch.height // PIXELS) * (batch.width // PIXELS)
+    # Pipelines pack two by two positions of latents into a token.
+    batch.check_sides(16)
+    tokens = (batch.height // 16) * (batch.width // 16)
     inputs = dict(
         hidden_states=torch.zeros(batch.size, tokens, config.in_channels),
         encoder_hidden_states=torch.zeros(batch.size, batch.text, config.joint_attention_dim),

@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import from_pretrained, open_weights, write_model_config
-from opensora_sp.checkpoint.checkpoint_folder import _commit_text, to_json
+from opensora_sp.checkpoint.checkpoint_folder import FORMAT, _commit_text, to_json
 from opensora_sp.config import InferenceConfig, load_inference_config, load_train_config
 from opensora_sp.data import (
     CachedFeatures,
@@ -602,7 +602,7 @@ def checkpoint(attack: Attack) -> Reader:
             digest = sha256(path.read_bytes()).hexdigest()
             entry = {"bytes": path.stat().st_size, "sha256": digest}
             entries[str(path.relative_to(folder))] = entry
-    listed: Any = {"format": 2, "step": 2, "files": entries}
+    listed: Any = {"format": FORMAT, "step": 2, "files": entries}
     if random.random() < 0.3:
         listed["files"][attack.path_out] = {"bytes": 25, "sha256": ""}
     elif random.random() < 0.7:

@@ -32,6 +32,7 @@ def choose(setting, fault_of_rank):
     plant(fault_of_rank[dist.get_rank()])
     verification.kernel_names = lambda: ["other", "planted"]
     verification.obstacle = lambda device: None
+    verification._check_device = lambda *args: None
 
     def verify(name, sizes, dtype, device):
         return verify_kernel(name, sizes, dtype, CPU) if name == "planted" else []

@@ -321,8 +321,8 @@ def make_fifo(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda f: use_format(f, 3), r"got a checkpoint of format 3 in .*; expected 2;"),
-        (lambda f: use_format(f, 1), r"got a checkpoint of format 1 in .*; expected 2;"),
+        (lambda f: use_format(f, 9), r"got a checkpoint of format 9 in .*; expected 3;"),
+        (lambda f: use_format(f, 1), r"got a checkpoint of format 1 in .*; expected 3;"),
         (lambda f: make_fifo(f / "COMMIT"), "COMMIT, which cannot be read now"),
         (lambda f: make_fifo(f / "manifest.json"), "manifest.json, which .* now .a named pipe"),
         (
@@ -355,9 +355,9 @@ def test_an_error_of_the_disk_names_the_file(before: Path, monkeypatch: pytest.M
 def test_rotation_neither_counts_nor_removes_what_cannot_be_read(tmp_path: Path) -> None:
     for step in (1, 2, 3, 8, 9):
         save(tmp_path, step)
-    use_format(tmp_path / "step_00000002", 3)
+    use_format(tmp_path / "step_00000002", 9)
     make_unreadable(tmp_path / "step_00000003" / "COMMIT")
-    use_format(tmp_path / "step_00000008", 3)
+    use_format(tmp_path / "step_00000008", 9)
 
     # A run that resumed from step 1.
     for step in (4, 5):
@@ -370,12 +370,12 @@ def test_rotation_neither_counts_nor_removes_what_cannot_be_read(tmp_path: Path)
 def test_a_save_replaces_no_committed_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 2)
     for number in ("", "-2"):
-        use_format(tmp_path / "step_00000002", 3)
+        use_format(tmp_path / "step_00000002", 9)
         save(tmp_path, 2)
 
         verify(tmp_path / "step_00000002")
         kept = tmp_path / f"step_00000002.previous{number}"
-        assert (kept / "COMMIT").read_text().startswith("3 ")
+        assert (kept / "COMMIT").read_text().startswith("9 ")
 
 
 def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:

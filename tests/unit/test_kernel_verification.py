@@ -124,6 +124,7 @@ def device(monkeypatch):
 
     monkeypatch.setattr(device_verification, "verify_kernel", verify)
     monkeypatch.setattr(device_verification, "obstacle", lambda device: None)
+    monkeypatch.setattr(device_verification, "_check_device", lambda *args: None)
     # After the test, other tests of this process take the kernels that they always take.
     with using_kernels("auto"):
         yield calls
@@ -206,6 +207,15 @@ def test_triton_is_refused_for_float64(device):
     with pytest.raises(ValueError, match="tokens in float64; expected float32, .* set kernels="):
         choose("triton", dtype=torch.float64)
     assert fused.current_kernels() == "auto"
+
+
+def test_an_error_that_breaks_the_device_ends_the_run(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "zeros", broken)
+    with pytest.raises(ValueError, match="from gelu .* set kernels='torch'"):
+        device_verification._check_device("gelu", CUDA, RuntimeError("CUDA error"))
 
 
 def test_torch_and_other_devices_verify_nothing(device, caplog):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -176,21 +177,20 @@ def _worst(name: str, compared: Sequence[Difference]) -> Finding:
 # Kernels, as a run verifies them, for the widths of XL/2
 
 
-def check_attention(kernel: str, setup: Setup) -> Iterator[Finding]:
+def check_attention(kernel: str, dtype: str, setup: Setup) -> Iterator[Finding]:
     """A kernel of attention in the calls of a model that it can run here."""
     platform = Platform.of(setup.device, deterministic=False)
     lengths = {"spatial": [100] if setup.device == CPU else [256], "temporal": [16]}
-    for name, dtype in DTYPES.items():
-        cases = [
-            case
-            for case in cases_of(resolve_config(REFERENCE), lengths, dtype, trained=True)
-            if attention_obstacle(kernel, case.sequences, platform) is None
-        ]
-        label = f"attention {kernel}, {name}"
-        if cases:
-            yield _worst(label, list(verify_backend(Backend(kernel), cases, setup.device)))
-        else:
-            yield Finding(label, note=f"it takes {NEEDS[kernel]}", is_skipped=True)
+    cases = [
+        case
+        for case in cases_of(resolve_config(REFERENCE), lengths, DTYPES[dtype], trained=True)
+        if attention_obstacle(kernel, case.sequences, platform) is None
+    ]
+    label = f"attention {kernel}, {dtype}"
+    if cases:
+        yield _worst(label, list(verify_backend(Backend(kernel), cases, setup.device)))
+    else:
+        yield Finding(label, note=f"it takes {NEEDS[kernel]}", is_skipped=True)
 
 
 def check_kernel(kernel: str, setup: Setup) -> Iterator[Finding]:
@@ -326,7 +326,10 @@ def verify_strategies(rank: int, setup: Setup, store: str, results: Any) -> None
 
 # In the order in which they run, quick ones first.
 CHECKS: dict[str, Check] = {
-    **{f"attention {name}": partial(check_attention, name) for name in KERNELS},
+    **{
+        f"attention {kernel}, {dtype}": partial(check_attention, kernel, dtype)
+        for kernel, dtype in product(KERNELS, DTYPES)
+    },
     **{name: partial(check_model, name) for name in VARIANTS},
     **{f"kernel {name}": partial(check_kernel, name) for name in kernel_names()},
     "parallel strategies": check_strategies,
