@@ -25,7 +25,7 @@ from PIL import Image
 from runs import ROOT
 
 from opensora_sp.checkpoint import open_adapters, open_weights, saved_config, verify
-from opensora_sp.checkpoint.checkpoint_folder import resolve_inside
+from opensora_sp.checkpoint.checkpoint_folder import FORMAT, resolve_inside
 from opensora_sp.cli.sample import parse
 from opensora_sp.common.files import check_writable
 from opensora_sp.config import load_inference_config, load_train_config
@@ -347,7 +347,9 @@ def opened_adapters(folder: Path) -> object:
 # Every small file that a command reads of a run, of weights or of adapters.
 SMALL_FILES: dict[str, Callable[[Path], object]] = {
     "COMMIT": verify,
-    "manifest.json": lambda folder: (folder / "COMMIT").write_text("2 0\n") and verify(folder),
+    "manifest.json": lambda folder: (
+        (folder / "COMMIT").write_text(f"{FORMAT} 0\n") and verify(folder)
+    ),
     "metrics.jsonl": read_metrics,
     "wandb_id": tracked_by_wandb,
     "run.lock": lambda folder: Holder.read(folder / "run.lock"),

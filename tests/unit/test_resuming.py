@@ -57,7 +57,7 @@ def commit(run_dir: Path, step: int) -> Path:
 
 
 def other_format(folder: Path) -> None:
-    (folder / "COMMIT").write_text(f"3 {(folder / 'COMMIT').read_text().split()[1]}\n")
+    (folder / "COMMIT").write_text(f"9 {(folder / 'COMMIT').read_text().split()[1]}\n")
 
 
 def unreadable(folder: Path) -> None:
