@@ -74,7 +74,7 @@ def _examine_device(args: argparse.Namespace) -> Examination:
     examination = Examination(setup_for(args.device))
     prints = args.json != ""
     if prints:
-        _say(f"{examination.setup.name}\n  {'check':{CHECK_WIDTH}}  error, 1 is rounding  verdict")
+        _say(f"{examination.setup.name}\n  {'check':{CHECK_WIDTH}}  error / rounding  verdict")
     for finding in examination.run():
         if args.json:
             _write_json(examination, args.json)

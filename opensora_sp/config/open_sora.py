@@ -174,7 +174,7 @@ OFF_HERE = (
     *("scheduler.dynamic_thresholding", "scheduler.thresholding"),
     *("start_index", "end_index", "prompt_generator"),
 )
-"""Keys of what is not here, which are dropped where they are off, and else unknown keys."""
+"""Open-Sora's keys of features that are not here: ignored where off, else unknown keys."""
 
 # None stands for the default here, too.
 OPTIONAL = (

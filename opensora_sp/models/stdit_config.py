@@ -212,7 +212,7 @@ class STDiT3Config(SharedConfig):
     ``input_sq_size`` is the side of the square, in pixels, that positions are scaled to. Open-Sora
     1.3 has ``use_cond``, which embeds conditioning frames; windows of ``kernel_size`` (height,
     width, frames) patches for temporal attention, -1 for all; and with ``use_spatial_rope`` rotary
-    positions also in a frame. ``skip_y_embedder`` of the releases may be False alone.
+    positions also in a frame. ``skip_y_embedder``, which the releases' files have, must be False.
     With ``skip_temporal`` there are no temporal blocks: a model of images, whose frames do not
     attend to each other.
     """
