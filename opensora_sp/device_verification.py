@@ -41,7 +41,6 @@ from opensora_sp.models.kernels.verification import (
     verify_kernel,
 )
 from opensora_sp.parallel.agreement import gathered
-from opensora_sp.planner.batches import batches_by_name
 
 __all__ = ["choose_attention", "choose_kernels"]
 
@@ -211,7 +210,7 @@ def _failed(cases: Iterable[Case], names: Mapping[str, str], device: torch.devic
 def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, list[int]]:
     """Tokens of the sequences of a run's batches, ascending, by kind of attention."""
     lengths: dict[str, set[int]] = {kind: set() for kind in KINDS}
-    for batch in batches_by_name(cfg).values():
+    for batch in cfg.batches().values():
         size = planned_latent_size(cfg.vae, batch.num_frames, *batch.image_size)
         for kind, sequences in config.sequences(config.grid(1, size), torch.float32).items():
             lengths[kind].add(sequences.length or 1)

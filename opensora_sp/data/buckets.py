@@ -40,6 +40,19 @@ DROPPED = {
 """Why a clip is in no bucket."""
 
 
+CHOSEN_AT_START = 0
+"""The batch size of a ``BatchSpec`` whose bucket leaves it out."""
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Batches of ``batch_size`` clips of ``num_frames`` frames, ``image_size`` pixels each."""
+
+    batch_size: int
+    num_frames: int
+    image_size: tuple[int, int]
+
+
 class BucketEntry(NamedTuple):
     """One entry of a bucket config; ``batch_size`` is 0 where nothing is kept, and None where it is
     chosen at the start.

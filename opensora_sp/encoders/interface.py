@@ -7,6 +7,7 @@ A config can name any class with these members, ``vae=dict(type="my_package.MyVA
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -122,6 +123,17 @@ def decoded_pieces(vae: Any, num_frames: int, latent_frames: int) -> list[Piece]
         return pieces
     size = getattr(vae, "micro_batch_size", 1) or num_frames
     return [Piece(frames, frames) for frames in chunks(num_frames, size)]
+
+
+def frames_of(
+    latent_size: Callable[..., tuple[int, int, int]],
+    latent_frames: int,
+    num_frames: int,
+    size: tuple[int, int],
+) -> int:
+    """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
+    counts = range(1, num_frames + 1)
+    return max((n for n in counts if latent_size(n, *size)[0] <= latent_frames), default=0)
 
 
 def chunks(count: int, size: int, overlap: int = 0) -> list[slice]:

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.buckets import BatchSpec, Buckets
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.rank_groups import group_sizes, nested_groups
 
-from .batches import BatchSpec, batches_by_name
 from .run_estimator import RunEstimator
 
 
@@ -62,11 +61,11 @@ def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[
     """The levels of a bucket's batches in groups of each size on which they fit.
 
     Args:
-        name: of the bucket; of a config without buckets as in ``batches_by_name``.
+        name: of the bucket; of a config without buckets as in ``cfg.batches()``.
         sizes: of the groups that may compute them, of which those with less memory than the whole
             batch takes are left out where there are several.
     """
-    batch = batches_by_name(run.cfg)[name]
+    batch = run.cfg.batches()[name]
     latents = max(_latents(run, name, batch), key=lambda latents: run.shape_of(latents).tokens)
     # As a run excludes groups from its schedule.
     least = (least_ranks(run, batch, sizes) or max(sizes)) if len(sizes) > 1 else min(sizes)

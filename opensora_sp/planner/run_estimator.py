@@ -12,6 +12,7 @@ from typing import Literal
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.kernels import Kernels as KernelSetting
@@ -24,7 +25,6 @@ from opensora_sp.parallel.rank_groups import check_degrees_in, fixed_groups, nes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 from opensora_sp.runtime.cost_model_file import cost_model_of
 
-from .batches import BatchSpec
 from .memory import (
     COMPILED_LEVELS,
     LEVELS,

@@ -8,7 +8,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from opensora_sp.encoders import (
     planned_latent_size,
     planned_whole_frames,
 )
+from opensora_sp.encoders.interface import frames_of
 
 from .prompts import Prompt, parse_prompt, prompt_of_loop
 from .reference_frames import check_insertions
@@ -179,7 +180,7 @@ def _request(cfg: InferenceConfig, options: PromptOptions, index: int, sample: i
     _check_at_most(cfg.limits.clip_frames, cfg.loop * num_frames, "frames in all loops", "video")
 
     return Request(
-        prompt=with_scores(cfg, prompt),
+        prompt=replace(prompt, text=with_scores(cfg, prompt.text)),
         num_frames=num_frames,
         size=size,
         fps=either("fps"),
@@ -341,17 +342,6 @@ def probe_reference(path: Path, limits: Limits) -> Probed:
             f"got reference {str(path)!r}, which cannot be decoded ({error or 'no frames'}); "
             "expected an image or a video; check the file"
         ) from None
-
-
-def frames_of(
-    latent_size: Callable[..., tuple[int, int, int]],
-    latent_frames: int,
-    num_frames: int,
-    size: tuple[int, int],
-) -> int:
-    """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
-    counts = range(1, num_frames + 1)
-    return max((n for n in counts if latent_size(n, *size)[0] <= latent_frames), default=0)
 
 
 def first_frames(

@@ -31,7 +31,6 @@ from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.kernels import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.rank_groups import group_sizes
-from opensora_sp.planner.batches import batches_by_name, with_batch_sizes_in
 from opensora_sp.planner.bucket_levels import BucketLevels, least_ranks, levels_for, plan_bucket
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.runtime.cost_model_file import cost_model_of
@@ -48,7 +47,7 @@ def provisional(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     """
     cfg = recorded(cfg, checkpoint)
     names = _left_out(cfg)
-    return with_batch_sizes_in(cfg, dict.fromkeys(names, 1)) if names else cfg
+    return cfg.with_batch_sizes(dict.fromkeys(names, 1)) if names else cfg
 
 
 def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
@@ -70,7 +69,7 @@ def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
             "lacks as well; expected the buckets of the run that is resumed; change them back, or "
             f"start a new run from these weights with --cfg-options load={checkpoint}"
         )
-    return with_batch_sizes_in(cfg, {name: known[name] for name in names})
+    return cfg.with_batch_sizes({name: known[name] for name in names})
 
 
 def with_chosen_batch_sizes(
@@ -106,7 +105,7 @@ def with_chosen_batch_sizes(
             chosen = [_fitted_sizes(cfg, mesh, memory, device, names)]
     dist.broadcast_object_list(chosen, src=0)
 
-    return with_batch_sizes_in(cfg, chosen[0])
+    return cfg.with_batch_sizes(chosen[0])
 
 
 def _left_out(cfg: TrainConfig) -> list[str]:
@@ -178,7 +177,7 @@ class ActivationBudget:
             return
 
         self._run = estimator_of(cfg, mesh, device, reserved, options)
-        names = [name for name in batches_by_name(cfg) if buckets is None or name in buckets]
+        names = [name for name in cfg.batches() if buckets is None or name in buckets]
         self._planned = self._plan(names)
 
     def set_levels_for(self, latents: torch.Size) -> None:
@@ -293,7 +292,7 @@ def fewest_ranks(
     """
     least: dict[str, int] = {}
     lacking: list[str] = []
-    for name, batch in batches_by_name(cfg).items():
+    for name, batch in cfg.batches().items():
         if buckets is not None and name not in buckets:
             continue
         sizes = degrees_of_bucket(cfg, mesh, name)

@@ -34,12 +34,9 @@ from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 
 from .checkpointing import TrainingState
-from .metrics import Reporter
+from .metrics import VIDEOS, Reporter
 from .summary import sampling_config
 from .trainable import ShardedEma
-
-# In a run's folder: the videos of each validation.
-VIDEOS = "validation"
 
 
 def preflight_validation(cfg: TrainConfig) -> None:
