@@ -27,9 +27,8 @@ from opensora_sp.models.attention_table import (
     Backend,
     names_by_kind,
 )
-from opensora_sp.models.kernels import Kernels, check_kernels, set_kernels
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
-from opensora_sp.models.kernels.fused import set_verified
+from opensora_sp.models.kernels.fused import Kernels, check_kernels, set_kernels, set_verified
 from opensora_sp.models.kernels.verification import (
     OBSTACLES,
     Case,

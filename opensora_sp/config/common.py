@@ -27,7 +27,7 @@ from opensora_sp.encoders import (
     planned_latent_size,
 )
 from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes
-from opensora_sp.models.kernels import Kernels
+from opensora_sp.models.kernels.fused import Kernels
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.options import Options

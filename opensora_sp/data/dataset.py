@@ -134,7 +134,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         seed: of random crops and starts.
         limits: largest frames, clips and files; larger ones count as corrupt.
         extra: further arrays of a clip, whose files columns of the manifest name.
-        remove_caption_prefix: remove beginnings of captions, see ``caption_prefix``.
+        remove_caption_prefix: remove beginnings of captions, see ``manifest.without_prefix``.
 
     Raises:
         ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.

@@ -33,7 +33,7 @@ from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 from .sources import CachedSource, DegradedClips, Encoders, Source
 

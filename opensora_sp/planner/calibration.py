@@ -29,9 +29,8 @@ from opensora_sp.models.registry import (
 )
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import preset_of
 from opensora_sp.parallel.options import Options
-from opensora_sp.runtime.cost_model_file import device_name
+from opensora_sp.runtime.cost_models import device_name, preset_of
 
 from .seconds import ModelCosts, seconds_of
 from .trace import step_inputs

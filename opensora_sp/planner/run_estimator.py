@@ -15,7 +15,7 @@ from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.kernels import Kernels as KernelSetting
+from opensora_sp.models.kernels.fused import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
@@ -23,7 +23,7 @@ from opensora_sp.parallel.mesh import check_sp_size
 from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import check_degrees_in, fixed_groups, nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 from .memory import (
     COMPILED_LEVELS,

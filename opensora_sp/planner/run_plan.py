@@ -9,9 +9,8 @@ from typing import Any
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import GPUS
 from opensora_sp.parallel.strategies import strategy_for
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import GPUS, cost_model_of
 
 from .bucket_levels import ranks_of_bucket
 from .run_estimator import Estimate, RunEstimator

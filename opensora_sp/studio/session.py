@@ -18,7 +18,7 @@ from torch import Tensor
 from opensora_sp.checkpoint import on_rank_0
 from opensora_sp.data import to_frames
 from opensora_sp.parallel import SequenceMesh, closing_process_group
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.outputs import with_digests, write_batch

@@ -28,12 +28,12 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import BatchPlan, BucketPlan
 from opensora_sp.data.buckets import Buckets, batch_sizes_of
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.kernels import current_kernels
+from opensora_sp.models.kernels.fused import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.rank_groups import group_sizes
 from opensora_sp.planner.bucket_levels import BucketLevels, least_ranks, levels_for, plan_bucket
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 logger = logging.getLogger(__name__)
 

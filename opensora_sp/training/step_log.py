@@ -21,19 +21,19 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import MicroBatch, StepLoader
 from opensora_sp.features.batch import Batch
 from opensora_sp.features.build import Work
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer, SequenceMesh
-from opensora_sp.parallel.gpus import SHEETS, gpu_of
 from opensora_sp.planner.seconds import ModelFlops
+from opensora_sp.runtime.cost_models import SHEETS, gpu_of
 
 from .checkpointing import RESUME
 from .metrics import Reporter
 from .step import StepResult
+from .trainable import learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels
@@ -63,6 +62,7 @@ from .trainable import (
     check_base,
     choose_trained,
     initial_weights,
+    learning_rate,
     load_base,
     make_optimizer,
 )

@@ -45,7 +45,7 @@ from opensora_sp.data import (
 from opensora_sp.data.index import check_captions, read_captions
 from opensora_sp.data.limits import Budget
 from opensora_sp.data.video import count_frames, probe
-from opensora_sp.runtime.cost_model_file import read_cost_model
+from opensora_sp.runtime.cost_models import read_cost_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.requests import check_requests, requests_of

@@ -22,10 +22,10 @@ import diffusers
 
 from opensora_sp.checkpoint import new_folder, save_pretrained
 from opensora_sp.checkpoint.hub import Kind, describe_missing, local_path
+from opensora_sp.checkpoint.pretrained import convert_encoder
 from opensora_sp.common.files import read_json
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.encoders.conversion import convert_encoder
 from opensora_sp.encoders.loading import TOKENIZER_FILES
 from opensora_sp.models.base import ConditionedModel
 
