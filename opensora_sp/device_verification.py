@@ -20,13 +20,7 @@ import torch.distributed as dist
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention import choose_backends, set_refused
-from opensora_sp.models.attention_table import (
-    KERNELS,
-    KINDS,
-    LABELS,
-    Backend,
-    names_by_kind,
-)
+from opensora_sp.models.attention_table import KERNELS, KINDS, LABELS, Backend, names_by_kind
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
 from opensora_sp.models.kernels.fused import Kernels, check_kernels, set_kernels, set_verified
 from opensora_sp.models.kernels.verification import (

@@ -167,12 +167,7 @@ def choose_config(
 
 
 def check_model_config(
-    folder: Path,
-    name: str,
-    config: Any,
-    *,
-    convert: Collection[str] = (),
-    allow_base: bool = False,
+    folder: Path, name: str, config: Any, *, convert: Collection[str] = (), allow_base: bool = False
 ) -> None:
     """Compare the configured model with the ``config.json`` of weights.
 

@@ -122,10 +122,7 @@ def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
             )
 
     num_tensors = convert_encoder(
-        source,
-        Path(args.target),
-        allow_pickle=args.allow_pickle,
-        max_shard_size=_shard_size(args),
+        source, Path(args.target), allow_pickle=args.allow_pickle, max_shard_size=_shard_size(args)
     )
     return f"{num_tensors} tensors of an encoder"
 

@@ -74,11 +74,7 @@ def run(args: argparse.Namespace) -> None:
 
     cfg, _ = load_either(args.config, args.cfg_options)
     estimator = estimator_of(
-        cfg,
-        args.gpus,
-        gpus_per_node=args.gpus_per_node,
-        memory_gb=args.memory_gb,
-        gpu=args.gpu,
+        cfg, args.gpus, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb, gpu=args.gpu
     )
     estimates = bucket_estimates(estimator)
     if args.json:

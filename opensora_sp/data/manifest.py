@@ -258,9 +258,7 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
     repeated = [name for name, times in known.items() if times > 1]
     if repeated:
         raise _refused(
-            path,
-            f" with two columns {repeated[0]!r}",
-            "each once; rename or remove the other",
+            path, f" with two columns {repeated[0]!r}", "each once; rename or remove the other"
         )
     if len(names) > MAX_COLUMNS:
         raise _refused(

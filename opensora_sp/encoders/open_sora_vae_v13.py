@@ -411,7 +411,4 @@ CHUNK_STD = (
 # fmt: on
 
 # By the names of the release's option ``normalization``: mean and deviation, ``[c]`` or ``[c, 5]``.
-STATISTICS = {
-    "video": (VIDEO_MEAN, VIDEO_STD),
-    "video_5frames": (CHUNK_MEAN, CHUNK_STD),
-}
+STATISTICS = {"video": (VIDEO_MEAN, VIDEO_STD), "video_5frames": (CHUNK_MEAN, CHUNK_STD)}

@@ -165,10 +165,7 @@ class Work:
     """Tokens and estimated work of the model on clips of a shape."""
 
     def __init__(
-        self,
-        cfg: TrainConfig,
-        dataset: TrainingSet | None = None,
-        options: Options | None = None,
+        self, cfg: TrainConfig, dataset: TrainingSet | None = None, options: Options | None = None
     ) -> None:
         self.cfg, self.vae, self.model = cfg, cfg.vae, cfg.model_spec.config
         if options is None:

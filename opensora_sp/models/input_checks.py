@@ -48,12 +48,7 @@ def check_inputs(
 
 
 def check_tensor(
-    name: str,
-    tensor: Tensor | None,
-    shape: Sequence[int],
-    like: Tensor,
-    *,
-    is_mask: bool = False,
+    name: str, tensor: Tensor | None, shape: Sequence[int], like: Tensor, *, is_mask: bool = False
 ) -> None:
     """A tensor of a shape, on the device of another one; a mask is bool, and may be on the CPU."""
     if tensor is None:

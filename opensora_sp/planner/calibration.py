@@ -21,12 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from opensora_sp.models.registry import (
-    REFERENCE,
-    REFERENCE_PRESET,
-    model_class,
-    resolve_config,
-)
+from opensora_sp.models.registry import REFERENCE, REFERENCE_PRESET, model_class, resolve_config
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.options import Options

@@ -98,11 +98,7 @@ def estimator_of(
     return run
 
 
-def plan(
-    cfg: TrainConfig | InferenceConfig,
-    num_gpus: int,
-    **numbers: Any,
-) -> Plan:
+def plan(cfg: TrainConfig | InferenceConfig, num_gpus: int, **numbers: Any) -> Plan:
     """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
 
     Args:

@@ -194,12 +194,7 @@ class _Pass:
     """Seconds of the parts of one pass on the busiest rank."""
 
     def __init__(
-        self,
-        shape: BatchShape,
-        options: Options,
-        ranks: int,
-        model: ModelCosts,
-        element_size: int,
+        self, shape: BatchShape, options: Options, ranks: int, model: ModelCosts, element_size: int
     ) -> None:
         self.shape, self.options, self.ranks = shape, options, ranks
         self.model, self.element_size = model, element_size

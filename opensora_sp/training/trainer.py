@@ -49,13 +49,7 @@ from .metrics import Reporter
 from .profiling import StepProfiler, Steps
 from .step import DelayedResults, TrainingStep
 from .step_log import Meter, StepLog, known_peak
-from .summary import (
-    RunSetup,
-    conclude,
-    log_setup,
-    write_sampling_config,
-    write_summary,
-)
+from .summary import RunSetup, conclude, log_setup, write_sampling_config, write_summary
 from .sync_check import SyncCheck
 from .trainable import (
     ShardedEma,
@@ -337,13 +331,7 @@ class Trainer:
         )
 
         self.log = StepLog(
-            cfg,
-            meter,
-            self.work,
-            self.loader,
-            self.corrupt,
-            self.optimizer,
-            self.skipped,
+            cfg, meter, self.work, self.loader, self.corrupt, self.optimizer, self.skipped
         )
         self.setup = RunSetup(cfg, mesh, self.tensors, self.dataset, self.plan)
 

@@ -185,11 +185,7 @@ def add_norm_modulate(
 
 
 def add_gated(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """``x + gate * branch``; ``bias`` as in ``add_norm_modulate``."""
     if chosen("modulation", x):
@@ -202,11 +198,7 @@ def add_gated(
 
 
 def add_gated_twice(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``add_gated`` for two callers: backward gets both gradients, and adds them on the way."""
     if chosen("modulation", x):

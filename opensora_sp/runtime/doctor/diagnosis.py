@@ -20,11 +20,7 @@ import torch
 
 from opensora_sp.common.importing import check_colossalai
 from opensora_sp.runtime.environment import Launch
-from opensora_sp.runtime.host_checks import (
-    check_devices,
-    interfaces,
-    shared_memory,
-)
+from opensora_sp.runtime.host_checks import check_devices, interfaces, shared_memory
 from opensora_sp.runtime.local_ranks import LocalRanks
 from opensora_sp.runtime.rank_info import PACKAGE, PACKAGES, versions
 
