@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from opensora_sp.device_verification import choose_kernels
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.kernels.fused import Kernels
+from opensora_sp.models.kernels import Kernels
 
 SIZES = [((16, 256), 1.0), ((4, 1024), 1.3)]  # (T, S), and the smallest speedup
 XL_SHAPES = [(16, 256, 16), (15, 1590, 1), (15, 1590, 5), (30, 3600, 1)]  # T, S, B

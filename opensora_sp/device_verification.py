@@ -63,7 +63,6 @@ def choose_kernels(
         kernels: "auto" takes the Triton kernels that are verified, "triton" takes all of them and
             requires that they are, "torch" takes none.
         model: an STDiT model, whose widths are verified.
-        dtype: of its tokens.
 
     Returns:
         "triton" or "torch" for each kernel.
@@ -150,7 +149,6 @@ def choose_attention(
 
     Args:
         model: an STDiT model, of whose parameters some are trained in a training run.
-        dtype: of its tokens.
 
     Raises:
         ValueError: on every rank, if the config names a kernel that is not right.

@@ -222,13 +222,7 @@ def check_vacant(folder: Path) -> None:
 def model_card(
     model: ConditionedModel, folder: str, *, license: str | None, base_model: str | None
 ) -> ModelCard:
-    """The card of a model.
-
-    Args:
-        folder: the name of its folder, for commands.
-        license: an identifier of the hub, such as "apache-2.0"; None if it is not known.
-        base_model: the name on the hub of the weights that it was made of, if there are such.
-    """
+    """The card of a model."""
     from huggingface_hub import ModelCard, ModelCardData
 
     name = type(model).__name__
@@ -273,7 +267,6 @@ def convert_encoder(
     Args:
         source: folder with weights in any layout and ``config.json``.
         target: a new or empty folder.
-        max_shard_size: of a file, in bytes or as "5GB".
 
     Returns:
         The number of tensors.

@@ -151,9 +151,7 @@ class PretrainedFiles:
     an index of shards names, also with ``use_safetensors=True``.
 
     Args:
-        source: value of ``from_pretrained``.
         key: key of the encoder in the config, for errors.
-        subfolder: folder of the encoder in a pipeline.
 
     Raises:
         ValueError: if there is no such folder or name, or the hub cannot be reached.

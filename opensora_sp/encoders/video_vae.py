@@ -198,7 +198,6 @@ class TemporalVAE(nn.Module):
         filters: width of the outermost level; ``channel_multipliers`` has the width of every level
             relative to it.
         temporal_downsample: for every level but the last, whether it ends in half as many frames.
-        num_groups: of group norm.
     """
 
     def __init__(

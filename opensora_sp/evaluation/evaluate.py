@@ -51,10 +51,8 @@ class Settings:
     Attributes:
         ckpt: weights: a run's folder, a checkpoint, or with ``config`` any file or folder. Of a run
             that trained LoRA adapters, these are merged into the weights of its ``load``.
-        manifest: of the held-out clips.
         config: a training config with encoders, sizes and scheduler; None takes the checkpoint's.
         overrides: ``key=value`` texts that override the config.
-        bins: of timesteps.
         seeds: number of draws of noise and timesteps; the first is the seed of validation.
         sp_size: ranks that share a batch; None takes the config's where it is a number that
             divides the number of processes, else 1.
@@ -371,8 +369,6 @@ class Evaluation:
 
     Attributes:
         weights: their path, with merged adapters and their scales.
-        manifest: of the clips.
-        seeds: of noise and timesteps.
         buckets: with a clip that could be read.
         empty: the names of the others.
     """

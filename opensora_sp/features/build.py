@@ -221,7 +221,6 @@ class GroupSeconds:
     """``data.schedule.Seconds`` of a config: equal on all ranks, and quick once it is cached.
 
     Args:
-        work: predicts seconds by the run's cost model.
         ranks_per_node: larger groups exchange over the network, and so do groups of one degree
             that does not divide it.
         least_ranks: by bucket, the fewest ranks whose memory its batches fit; 1 where it is not in.

@@ -59,7 +59,6 @@ class Entry:
     Args:
         kernel: a name in ``KERNELS``.
         reason: why it is, where those above it in the table do not apply.
-        kinds: of attention.
         lengths: tokens of the sequences. Unknown lengths are in ``ANY`` alone.
         packed: whether also for sequences of unequal lengths.
         capabilities: of GPUs, None for all.

@@ -58,7 +58,6 @@ class CostModel:
         asynchronous: whether the device computes while the host launches and while links send. On a
             CPU the same cores do all.
         memory: bytes of the device.
-        name: of the device, for messages.
 
     Raises:
         ValueError: if a rate is not positive and finite, or a time is negative.

@@ -198,7 +198,6 @@ def plan_heads(
     Args:
         num_heads: heads of all samples.
         counts: the tokens of each rank.
-        rank: the rank to plan for.
     """
     heads, total = balanced_sizes(num_heads, len(counts)), sum(counts)
     starts = [0, *accumulate(counts)]

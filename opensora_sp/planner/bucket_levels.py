@@ -25,10 +25,8 @@ class BucketLevels:
     """Levels of blocks in the batches of a bucket on ``ranks`` that share them.
 
     Attributes:
-        name: of the bucket.
         shape: of the largest whole batch.
         levels: of each block (``models/recompute.py``).
-        text: for the log.
     """
 
     name: str
@@ -98,9 +96,6 @@ def least_ranks(run: RunEstimator, batch: BatchSpec, sizes: Sequence[int]) -> in
 
     Everything is recomputed if the config leaves the choice to the run. Inputs of blocks leave the
     device only where it would fit on no group otherwise.
-
-    Args:
-        sizes: of the groups to choose from.
     """
     latents = run.latents(batch)
     for levels in run.lowest_levels:

@@ -42,9 +42,6 @@ def calibrate(device: torch.device) -> CostModel:
 
     Layers are as wide as ``CPU_WIDTH`` on a CPU, and as STDiT3-XL/2 on a GPU.
 
-    Args:
-        device: of this rank.
-
     Returns:
         The rates of rank 0, on all ranks. A link that there is not has its preset's rates.
     """

@@ -166,11 +166,8 @@ def seconds_of(
     length.
 
     Args:
-        shape: of the batch that the ranks share.
         options: of sequence parallelism; ``options.cost_model`` has the rates, and
             ``options.spans_nodes`` states whether the group lies on several nodes.
-        ranks: of the group.
-        model: from ``ModelCosts.of``.
         element_size: bytes of an activation's number.
         recomputed: share of the blocks whose forward is repeated in backward.
         training: False predicts a forward pass alone.

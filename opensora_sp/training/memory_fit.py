@@ -153,7 +153,6 @@ class ActivationBudget:
     epoch decides nothing.
 
     Args:
-        module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
         buckets: names of the buckets with clips in some epoch; None for all.
         options: of sequence parallelism, as the model runs with them.

@@ -50,7 +50,6 @@ def train(
     """Train as the config describes; returns the run's folder.
 
     Args:
-        cfg: a checked config.
         resume: None starts a new run, "auto" resumes from the newest good checkpoint in
             ``cfg.outputs`` if there ever was one, a path from that checkpoint. "none" starts a new
             run in a folder whose checkpoints cannot be resumed.

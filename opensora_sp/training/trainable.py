@@ -104,12 +104,7 @@ class LoraRun:
 
 
 def load_base(cfg: TrainConfig, weights: Weights, module: ConditionedModel) -> LoraRun:
-    """Copy the weights of ``load`` into a boosted model with adapters. Collective.
-
-    Args:
-        weights: as they were opened.
-        module: the bare model with its adapters.
-    """
+    """Copy the weights of ``load`` into a boosted model with adapters. Collective."""
     assert cfg.lora is not None and cfg.load is not None
     with torch.device("meta"):
         bare = cfg.model_spec.build()

@@ -55,7 +55,6 @@ class Validator:
     """The validation of one run, whose config asks for it.
 
     Args:
-        model: the boosted model.
         tensors: of the run, with the bare model and its EMA weights.
         encoders: of videos and captions, also where training reads a feature cache.
         batches: adds noise to held-out clips.

@@ -46,7 +46,7 @@ LAUNCHES = {"torch": (78, 199), "triton": (30, 80)}
 
 
 def on_pairs(depth: int, kernels: str) -> None:
-    from opensora_sp.models.kernels.fused import set_kernels
+    from opensora_sp.models.kernels import set_kernels
 
     set_kernels(kernels)
     model = build_model("STDiT3-XL/2", depth=depth).to("cuda", torch.bfloat16)

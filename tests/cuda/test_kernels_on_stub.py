@@ -9,7 +9,7 @@ from runs import TRAIN, write_toy_set
 
 from opensora_sp import device_verification
 from opensora_sp.config import load_train_config
-from opensora_sp.models.kernels.fused import set_kernels
+from opensora_sp.models.kernels import set_kernels
 
 pytestmark = [requires_stub, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from cuda_cases import cache
 from cuda_stub import phase, requires_stub, run_on_stub
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opensora_sp.models.kernels.fused import Kernels, using_kernels
+from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.recompute import EVERYTHING, levels_of
 from opensora_sp.models.registry import model_class, resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize, shutdown_process_group

@@ -10,7 +10,7 @@ from interpreter import run_interpreted
 from parity_cases import Case, assert_one_process_result
 from ranks import run_ranks
 
-from opensora_sp.models.kernels.fused import set_kernels
+from opensora_sp.models.kernels import set_kernels
 from opensora_sp.parallel import SequenceMesh
 
 # Rows that do not divide, with conditioning frames; some samples are whole on a rank.

@@ -44,7 +44,7 @@ def run_interpreted(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _respond(request: dict[str, Any], _: Path) -> dict[str, Any]:
-    from opensora_sp.models.kernels.fused import set_kernels
+    from opensora_sp.models.kernels import set_kernels
 
     function = requested(request)
     set_kernels("triton")

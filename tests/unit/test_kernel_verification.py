@@ -12,9 +12,8 @@ from planted_kernels import PACKAGE, SIZES, plant
 
 from opensora_sp import device_verification
 from opensora_sp.device_verification import choose_kernels
-from opensora_sp.models.kernels import examples, fused, verification
+from opensora_sp.models.kernels import examples, fused, using_kernels, verification
 from opensora_sp.models.kernels.examples import Sizes, examples_of, kernel_names
-from opensora_sp.models.kernels.fused import using_kernels
 from opensora_sp.models.kernels.verification import (
     NO_TRITON,
     OBSTACLES,

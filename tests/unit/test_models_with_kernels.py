@@ -8,7 +8,7 @@ from interpreter import run_interpreted
 from random_weights import draw_weights
 
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.kernels.fused import Kernels, using_kernels
+from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 

@@ -11,8 +11,7 @@ from capabilities import CAPABILITIES
 from interpreter import run_interpreted
 
 from opensora_sp.models.conditions import Conditioning, Text
-from opensora_sp.models.kernels import fused
-from opensora_sp.models.kernels.fused import Kernels, Part, using_kernels
+from opensora_sp.models.kernels import Kernels, Part, fused, using_kernels
 from opensora_sp.models.token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
 from opensora_sp.parallel.strategies.rows import _entries_of_chunks
 

@@ -18,7 +18,8 @@ from interpreter import run_interpreted
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_sp.models.kernels.fused import linear_gelu, linear_qk_norm, qk_norm, using_kernels
+from opensora_sp.models.kernels import using_kernels
+from opensora_sp.models.kernels.fused import linear_gelu, linear_qk_norm, qk_norm
 from opensora_sp.models.layers import Mlp, SelfAttention
 from opensora_sp.models.positions import RotaryEmbedding
 from opensora_sp.models.token_layout import TEMPORAL, PatchGrid

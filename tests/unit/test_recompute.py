@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opensora_sp.config import load_train_config
 from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.kernels.fused import Kernels, using_kernels
+from opensora_sp.models.kernels import Kernels, using_kernels
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh

@@ -131,8 +131,6 @@ def write_pipeline(
     """Write a pipeline's folder. Encoders are copied as they are stored, and not loaded.
 
     Args:
-        path: a new or empty folder.
-        model: on the CPU or a device.
         vae, text_encoder: as in a sampling config; ``from_pretrained`` is the folder or the hub's
             name of the weights to copy.
         allow_pickle: also read pickled weights of encoders.

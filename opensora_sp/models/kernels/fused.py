@@ -61,11 +61,7 @@ def set_kernels(kernels: Kernels) -> None:
 
 
 def check_kernels(kernels: str, device_type: str, dtype: torch.dtype) -> None:
-    """Raise ValueError where ``kernels="triton"`` is asked for, and no Triton kernel would run.
-
-    Args:
-        dtype: of the tokens.
-    """
+    """Raise ValueError where ``kernels="triton"`` is asked for, and no Triton kernel would run."""
     if kernels != "triton":
         return
     if device_type == "cuda" and dtype == torch.float64:
