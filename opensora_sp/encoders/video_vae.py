@@ -13,7 +13,6 @@ the image latents.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch.nn.functional as F
 from einops import rearrange
@@ -38,29 +37,23 @@ class CausalConv3d(nn.Module):
         *,
         stride: int = 1,
         spatial_stride: int = 1,
-        dilation: int = 1,
         bias: bool = True,
-        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
         front: int | None = None,
     ) -> None:
         super().__init__()
         t, h, w = (kernel_size,) * 3 if isinstance(kernel_size, int) else kernel_size
-        self.front = dilation * (t - 1) + 1 - stride if front is None else front
-        self.padding_mode = padding_mode
+        self.front = t - stride if front is None else front
         self.conv = nn.Conv3d(
             in_channels,
             out_channels,
             (t, h, w),
             stride=(stride, spatial_stride, spatial_stride),
-            dilation=(dilation, 1, 1),
             padding=(0, h // 2, w // 2),
             bias=bias,
-            padding_mode=padding_mode,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return self.conv(F.pad(x, (0, 0, 0, 0, self.front, 0), mode))
+        return self.conv(F.pad(x, (0, 0, 0, 0, self.front, 0)))
 
 
 class ResBlock(nn.Module):
@@ -75,7 +68,6 @@ class ResBlock(nn.Module):
         in_channels: int,
         out_channels: int,
         num_groups: int,
-        shortcut_kernel: int = 1,
         *,
         eps: float = 1e-5,
         bias: bool = False,
@@ -86,7 +78,7 @@ class ResBlock(nn.Module):
         self.norm2 = nn.GroupNorm(num_groups, out_channels, eps)
         self.conv2 = CausalConv3d(out_channels, out_channels, bias=bias)
         if in_channels != out_channels:
-            shortcut = CausalConv3d(in_channels, out_channels, shortcut_kernel, bias=bias)
+            shortcut = CausalConv3d(in_channels, out_channels, 1, bias=bias)
             self.add_module(self.shortcut_name, shortcut)
 
     def forward(self, x: Tensor) -> Tensor:

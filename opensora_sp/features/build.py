@@ -183,9 +183,7 @@ class Work:
         """Forward work of the blocks."""
         return blocks_work(self.shape_of(clip, num_samples))
 
-    def _seconds(
-        self, clip: ClipShape, num_samples: int, ranks: int, spans_nodes: bool = False
-    ) -> float:
+    def _seconds(self, clip: ClipShape, num_samples: int, ranks: int, spans_nodes: bool) -> float:
         """Predicted seconds of a micro-batch on the busiest of ``ranks`` that share it: forward,
         recomputation, backward and exchanges, by the cost model of ``options``.
 

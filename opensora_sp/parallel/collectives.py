@@ -162,23 +162,15 @@ _entered: list[Received] = []
 
 
 def exchange(
-    tokens: Tensor,
-    plan: ExchangePlan,
-    group: dist.ProcessGroup,
-    *,
-    kind: str = "switch",
-    reverse: bool = False,
+    tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str = "switch"
 ) -> Tensor:
     """Exchange entries ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by
     this rank's plan.
 
-    ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
+    ``kind`` is what a ``CommLedger`` files it under.
     """
-    there = plan.pack, plan.unpack, plan.send_splits, plan.recv_splits
-    back = plan.unpack, plan.pack, plan.recv_splits, plan.send_splits
-    exchanged: Tensor = _exchange(
-        tokens, *(back if reverse else there), group.group_name, kind, reverse
-    )
+    indices = plan.pack, plan.unpack, plan.send_splits, plan.recv_splits
+    exchanged: Tensor = _exchange(tokens, *indices, group.group_name, kind, False)
     return exchanged
 
 
