@@ -1,8 +1,6 @@
 """Checks of the arguments of ``forward``: shapes, dtypes and devices, apart from the models.
 
 Every function raises ValueError for arguments that do not fit the configuration or each other.
-
-Legend: B samples, L text tokens of a caption, C hidden width.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 ``CostModel`` has every rate; ``gpus.PRESETS`` are the models of known devices, and ``opensora-sp
 plan --calibrate`` measures one. Costs are in seconds.
-
-Legend: C hidden width.
 """
 
 from __future__ import annotations

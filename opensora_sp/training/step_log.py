@@ -1,7 +1,4 @@
-"""Metrics of the intervals between two lines of the log.
-
-Legend: B samples.
-"""
+"""Metrics of the intervals between two lines of the log."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ Both are computed by the ranks of a sequence-parallel group together, from the E
 weights: by the groups of training, or with ``sp_size="auto"`` by the largest ones that lie within a
 node. All draws are keyed by the seed and their purpose, so training is the same
 with and without validation.
-
-Legend: K bins of timesteps.
 """
 
 from __future__ import annotations

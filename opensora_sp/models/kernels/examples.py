@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .fused import HEAD_WIDTHS, Part
+from ..attention_table import HEAD_WIDTHS
+from .fused import Part
 
 if TYPE_CHECKING:
     from opensora_sp.models.stdit_config import SharedConfig

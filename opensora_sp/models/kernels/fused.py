@@ -30,9 +30,6 @@ Kernels = Literal["auto", "triton", "torch"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the LayerNorm.
 EPSILON = 1e-6
-# What the Triton kernel for short rows takes.
-LENGTHS = range(1, 33)
-HEAD_WIDTHS = range(1, 129)
 
 # Plain objects: torch.compile makes guards of what it reads here, and compiles again if it changes.
 _setting: Kernels = "auto"
@@ -275,7 +272,7 @@ def explicit_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``explicit_softmax`` in the dtype of ``v``; T in ``LENGTHS`` and D in ``HEAD_WIDTHS``."""
+    """``explicit_softmax`` in the dtype of ``v``; at most 32 tokens and D up to 128."""
     # Under autocast, norms leave queries and keys wider than values.
     q, k = q.to(v.dtype), k.to(v.dtype)
     if chosen("short_rows", v):
