@@ -234,6 +234,27 @@ class TrainConfig(Common):
         """Micro-batches of a step over so many replicas, at the first start of a run."""
         return self.micro_batches_per_step or self.accumulation_steps * replicas
 
+    def batches(self) -> dict[str, BatchSpec]:
+        """The batches of training, by the name of their bucket; of each bucket at 16:9."""
+        if self.bucket_config is None:
+            return self._batches_of_one_size(self.batch_size)
+
+        batches = {}
+        for entry in Buckets.of(self.bucket_config).kept:
+            shape = entry.shape_at(9 / 16)
+            size = entry.batch_size or CHOSEN_AT_START
+            batches[entry.name] = BatchSpec(size, shape.num_frames, (shape.height, shape.width))
+        return batches
+
+    def with_batch_sizes(self, sizes: Mapping[str, int]) -> TrainConfig:
+        """The config with these batch sizes by the names of ``batches``; others stay."""
+        if self.bucket_config is None:
+            (size,) = sizes.values()
+            return self.model_copy(update={"batch_size": size})
+        bucket_config = with_batch_sizes(self.bucket_config, sizes)
+        largest = Buckets.of(bucket_config).largest.batch_size
+        return self.model_copy(update={"bucket_config": bucket_config, "batch_size": largest or 1})
+
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()
         # Buckets are for models of any size only.
@@ -266,27 +287,6 @@ class TrainConfig(Common):
                 f"got freeze {self.freeze} with lora, which freezes all weights; expected one of "
                 "them; remove freeze, and choose layers by lora.targets"
             )
-
-    def batches(self) -> dict[str, BatchSpec]:
-        """The batches of training, by the name of their bucket; of each bucket at 16:9."""
-        if self.bucket_config is None:
-            return self._batches_of_one_size(self.batch_size)
-
-        batches = {}
-        for entry in Buckets.of(self.bucket_config).kept:
-            shape = entry.shape_at(9 / 16)
-            size = entry.batch_size or CHOSEN_AT_START
-            batches[entry.name] = BatchSpec(size, shape.num_frames, (shape.height, shape.width))
-        return batches
-
-    def with_batch_sizes(self, sizes: Mapping[str, int]) -> TrainConfig:
-        """The config with these batch sizes by the names of ``batches``; others stay."""
-        if self.bucket_config is None:
-            (size,) = sizes.values()
-            return self.model_copy(update={"batch_size": size})
-        bucket_config = with_batch_sizes(self.bucket_config, sizes)
-        largest = Buckets.of(bucket_config).largest.batch_size
-        return self.model_copy(update={"bucket_config": bucket_config, "batch_size": largest or 1})
 
     def _clips(self) -> list[ClipShape]:
         if self.bucket_config is None:
