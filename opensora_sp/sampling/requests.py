@@ -16,7 +16,6 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, PromptOptions
 from opensora_sp.data import Limits
-from opensora_sp.data.limits import Budget
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
@@ -333,8 +332,7 @@ def probe_reference(path: Path, limits: Limits) -> Probed:
             "check it"
         )
     try:
-        budget = Budget.of(limits.seconds, limits)
-        probed = budget.run(functools.partial(probe, path, budget))
+        probed = probe(path, limits)
         limits.check("frames", probed.num_frames, probed.height, probed.width)
         return probed
     except UNREADABLE as error:
