@@ -110,9 +110,7 @@ def run_calibration(args: argparse.Namespace) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError without a config; without ``--fit`` also without ``--gpus``, or with options
-    of ``--fit``.
-    """
+    """Raise ValueError without a config, or for options that do not go together."""
     if args.config is None:
         raise ValueError(
             "got no CONFIG; expected a config to plan; pass its path, or --calibrate FILE alone"

@@ -145,9 +145,7 @@ def chunks(count: int, size: int, overlap: int = 0) -> list[slice]:
 
 
 def check_latent_frames(latents: Tensor, num_frames: int, expected: int) -> None:
-    """Raise ValueError unless ``latents`` ``[B, c, f, h, w]`` has the ``expected`` number of
-    frames.
-    """
+    """Raise ValueError unless latents ``[B, c, f, h, w]`` have ``expected`` latent frames."""
     if latents.shape[2] != expected:
         raise ValueError(
             f"got {latents.shape[2]} latent frames to decode to {num_frames} frames; expected "

@@ -1,6 +1,4 @@
-"""The evaluation run: check checkpoint and clips, load the model, measure bucket by bucket, and
-report means with confidence intervals over seeds.
-"""
+"""The evaluation run: load a model, measure bucket by bucket, report means over seeds."""
 
 from __future__ import annotations
 

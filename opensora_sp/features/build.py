@@ -1,6 +1,4 @@
-"""From a training config to its dataset, its encoders, the order of its clips and their predicted
-seconds.
-"""
+"""From a training config to its dataset, encoders, order of clips and predicted seconds."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 
 
 def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: int) -> int:
-    """Micro-batches of a step: the config's number, the checkpoint's, or ``accumulation_steps`` for
-    each replica.
-    """
+    """Micro-batches of a step: the config's, the checkpoint's, or some for each replica."""
     if cfg.micro_batches_per_step is None and "micro_batches_per_step" in state:
         return int(state["micro_batches_per_step"])
     # With "auto" a rank may be a replica.

@@ -22,9 +22,7 @@ CHUNK_LAUNCHES = 40
 
 @dataclass(frozen=True)
 class Link:
-    """The carrier of an exchange: its name, bytes per second that a rank sends, and seconds from
-    the launch to the first byte.
-    """
+    """The carrier of an exchange: its name, bytes per second of a rank, and latency in seconds."""
 
     name: str
     bandwidth: float

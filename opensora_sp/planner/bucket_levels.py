@@ -78,9 +78,7 @@ def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[
 
 
 def _latents(run: RunEstimator, name: str, batch: BatchSpec) -> Iterator[tuple[int, ...]]:
-    """Shapes of a bucket's latents at all aspect ratios of its resolution that the autoencoder
-    takes; no clip has one of the others.
-    """
+    """Shapes of a bucket's latents at each aspect ratio that the autoencoder takes."""
     sizes: Iterable[tuple[int, int]] = [batch.image_size]
     config = getattr(run.cfg, "bucket_config", None)
     if config is not None:

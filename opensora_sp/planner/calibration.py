@@ -210,9 +210,7 @@ class _Measurement:
 
 
 def fitted_link(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Bytes per second and latency of a link, by the line through ``seconds`` over bytes that has
-    the least relative errors.
-    """
+    """Bytes per second and latency of a link: the line of the least relative errors."""
     per_byte, latency = np.polyfit(sent, seconds, 1, w=1 / np.asarray(seconds))
     fastest = max(num_bytes / taken for num_bytes, taken in zip(sent, seconds, strict=True))
     bandwidth = 1 / per_byte if per_byte > 0 else fastest

@@ -179,9 +179,7 @@ class _Bucket:
 
     @cached_property
     def times(self) -> Times:
-        """Seconds of the shortest batch, which recomputes no more than it has to, and of the
-        largest one.
-        """
+        """Seconds of the shortest batch, which recomputes little, and of the largest one."""
         levels = self.estimator.lowest_levels[0]
         if self.estimator.checkpointing == "auto":
             levels = [EVERYTHING]

@@ -324,9 +324,7 @@ class RunEstimator:
         return [[level] * self.config.num_blocks for level in levels]
 
     def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
-        """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic; in
-        sampling of one step.
-        """
+        """Predicted seconds of a micro-batch on the busiest rank; in sampling of one step."""
         return seconds_of(
             self.shape_of(latents),
             self.options_on(ranks),

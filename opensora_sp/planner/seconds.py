@@ -143,9 +143,7 @@ class ModelCosts:
 
     @classmethod
     def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelCosts:
-        """Of a model's registered name and its whole configuration, with the adapters that are
-        trained.
-        """
+        """Of a model's registered name and whole configuration, with its trained adapters."""
         flops = ModelFlops.of(meta_model(name, config, torch.bfloat16, lora))
         return cls(flops, config.model_max_length, *model_class(name).pass_counts)
 

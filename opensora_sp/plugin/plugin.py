@@ -145,9 +145,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by
-        ``Booster.boost``.
-        """
+        """Wrap the model and the optimizer for ``Booster.boost``."""
         # Before anything that one rank alone would refuse.
         check_same_model(model, current_device())
 

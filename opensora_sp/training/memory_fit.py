@@ -42,9 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def provisional(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
-    """The config for checks before a process group exists: with recorded batch sizes, or one clip
-    to a batch.
-    """
+    """The config for checks before a process group: recorded batch sizes, or one clip each."""
     cfg = recorded(cfg, checkpoint)
     names = _left_out(cfg)
     return cfg.with_batch_sizes(dict.fromkeys(names, 1)) if names else cfg
@@ -238,9 +236,7 @@ def estimator_of(
     reserved: int,
     options: Options | None,
 ) -> RunEstimator:
-    """The planner's estimates for a model as it runs, on the smallest device without ``reserved``
-    bytes of encoders. Collective.
-    """
+    """The planner's estimates on the smallest device, less ``reserved`` bytes. Collective."""
     memory = free_memory(device, reserved)
     run = RunEstimator(
         cfg, mesh.world_size, memory, device=device.type, gpus_per_node=mesh.ranks_per_node

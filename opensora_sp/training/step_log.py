@@ -63,9 +63,7 @@ class Meter:
         self._step_times: list[float] = []
 
     def count(self, batch: Batch) -> None:
-        """Add this rank's share of the FLOPs of a micro-batch of the current group, without waiting
-        for the device.
-        """
+        """Add this rank's FLOPs of a micro-batch, without waiting for the device."""
         text = text_tokens(batch.text_lengths, batch.inputs["drop_caption"], self.null_caption)
         self._work += self.flops.step(tuple(batch.x_t.shape), text) / self.mesh.sp_size
 

@@ -191,9 +191,7 @@ class Strategy:
     # Methods of hook points, on tensors.
 
     def boundary_rows(self, rows: Rows) -> tuple[Rows, ...]:
-        """The rows where tokens enter and where they leave, given all spatial rows; one element if
-        both are the same.
-        """
+        """The rows where tokens enter and where they leave; one element if both are the same."""
         return rows, rows.transposed()
 
     def shard(self, local: ShardFn, grid: Grid) -> Rows:
