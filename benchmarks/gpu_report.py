@@ -41,7 +41,7 @@ from opensora_sp.planner.seconds import ModelCosts, ModelFlops, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
 from opensora_sp.runtime.cost_models import GPUS, SHEETS
 from opensora_sp.runtime.doctor.device import Examination, setup_for
-from opensora_sp.runtime.doctor.probe import median_seconds
+from opensora_sp.runtime.doctor.diagnosis import median_seconds
 from opensora_sp.runtime.rank_info import versions
 
 MODEL = "STDiT3-XL/2"

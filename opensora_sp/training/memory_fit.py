@@ -252,7 +252,10 @@ def estimator_of(
 
 def free_memory(device: torch.device, reserved: int) -> float:
     """Bytes of the smallest device without ``reserved`` ones. Collective."""
-    return _smallest(memory_of(device) - reserved, device)
+    # The least over all ranks, which have to choose alike.
+    least = torch.tensor(memory_of(device) - reserved, dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least)
 
 
 def memory_of(device: torch.device) -> float:
@@ -262,13 +265,6 @@ def memory_of(device: torch.device) -> float:
     # Ranks without a launcher may be on any host.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return float(psutil.virtual_memory().total / ranks)
-
-
-def _smallest(memory: float, device: torch.device) -> float:
-    """The least over all ranks, which have to choose alike."""
-    least = torch.tensor(memory, dtype=torch.float64, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return float(least)
 
 
 # The ranks that batches fit on
