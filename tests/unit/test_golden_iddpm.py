@@ -178,23 +178,8 @@ def test_elementwise_terms_and_timesteps() -> None:
 
     process = IDDPM(timestep_respacing="ddim20")
     t = process.timesteps_from(torch.tensor([0.0, 0.049, 0.05, 0.999, 1.0]))
-    assert t.tolist() == [0, 0, 1, 19, 19] and process.network_time(t).tolist() == [
-        0,
-        0,
-        50,
-        950,
-        950,
-    ]
-    assert (
-        IDDPM(num_sampling_steps=1)
-        .sample(
-            lambda x, t, m: x.repeat(1, 2, 1, 1, 1),
-            torch.ones(1, 1, 1, 1, 1),
-            draw_noise=lambda k: torch.ones(1, 1, 1, 1, 1),
-        )
-        .isfinite()
-        .all()
-    )
+    assert t.tolist() == [0, 0, 1, 19, 19]
+    assert process.network_time(t).tolist() == [0, 0, 50, 950, 950]
 
 
 @pytest.mark.parametrize(
