@@ -155,6 +155,7 @@ def parse_source(text: str) -> tuple[str, float]:
         ValueError: for a scale that is no finite number, or beyond ``MAX_SCALE``.
     """
     path, _, number = text.rpartition(":")
+    # A file may have a colon in its name.
     if not path or Path(text).exists():
         return text, 1.0
     try:
@@ -244,6 +245,7 @@ def _scaling(config: Any, folder: Path) -> float:
         )
     try:
         rank, alpha = float(config["r"]), float(config["lora_alpha"])
+        # Rank-stabilised LoRA (Kalajdzievski, 2023), which peft writes with the same keys.
         return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         raise ValueError(
@@ -354,6 +356,7 @@ def base_digest(weights: Weights, layers: Iterable[str]) -> str:
     that conversions change. It reads these weights once: a few seconds for a model of 1 B.
     """
     hashed = hashlib.sha256()
+    # Sorted: adapters list their layers in any order.
     for layer in sorted(layers):
         rounded = _weight_of(weights, layer).read().to(torch.bfloat16)
         hashed.update(layer.encode() + b"\0")

@@ -302,6 +302,7 @@ def _not_fetched(name: HubName, kind: Kind, error: Exception) -> ValueError:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    # Errors of huggingface_hub have several lines, and a page of advice.
     text = " ".join(str(error).split())[:300] or type(error).__name__
     reason = f"cannot be fetched from the hub ({text})"
     if isinstance(error, LocalEntryNotFoundError):

@@ -121,6 +121,7 @@ def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
     The model gets copies, in the dtype of the weights.
     """
     weights.log()
+    # Clones: mapped tensors would change or fail with their file.
     state = {name: stored.read().clone() for name, stored in weights.tensors.items()}
     model.load_state_dict(state, strict=False, assign=True)
 

@@ -126,6 +126,7 @@ def saved_config(path: Path) -> dict[str, Any] | None:
     """
     folders = [path if path.is_dir() else path.parent]
     if path.stem == "ema":
+        # Open-Sora 1.x writes ema.pt next to a folder model, which alone has the config.
         folders.append(path.parent / "model")
 
     files = [folder / "config.json" for folder in folders]

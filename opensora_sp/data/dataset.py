@@ -187,6 +187,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
             self._cached[key] = self._read(sample)
         clip = self._cached[key]
         if isinstance(clip, Clip):
+            # A clip kept from an earlier epoch is used with the draws of this one.
             return replace(clip, key=(sample.epoch, sample.clip))
         return clip
 
@@ -207,6 +208,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
     ) -> tuple[np.ndarray, float, Mapping[str, Tensor]]:
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)
+        # By the manifest where it states them: counting reads the whole file.
         available = entry.num_frames or count_frames(entry.path, budget)
         room = max(0, available - ((shape.num_frames - 1) * self.frame_interval + 1))
         is_middle = self.clip_start == "middle"

@@ -91,6 +91,7 @@ class OpenSoraVAEv13(FrozenEncoder):
         self.vae.to(self.dtype)
         self.channels = z_channels
         self.micro_batch_size = micro_batch_size
+        # As the release reads these two options.
         self.frame_size = micro_frame_size if micro_batch_size else None
         self.temporal_overlap = temporal_overlap and self.frame_size is not None
         mean, std = STATISTICS[normalization] if normalization else ((0.0,), (1.0,))
@@ -127,6 +128,7 @@ class OpenSoraVAEv13(FrozenEncoder):
     def _chunks_are_independent(self) -> bool:
         """True if each chunk has the statistics that the whole clip has there."""
         period = self.get_buffer("std").shape[1]
+        # Otherwise a chunk by itself would be normalized by statistics of other frames.
         return self._latent_step is not None and self._latent_step % period == 0
 
     @torch.no_grad()
@@ -137,6 +139,7 @@ class OpenSoraVAEv13(FrozenEncoder):
             for frames in frame_chunks(video.shape[2], self.frame_size, self.temporal_overlap):
                 batches = self._batches(video[:, :, frames])
                 means = [self.vae.encode(clips.to(self.device, self.dtype)) for clips in batches]
+                # Chunks are joined, and statistics applied, in float32 whatever the weights are.
                 parts.append(torch.cat(means).float())
 
         z = torch.cat(parts, dim=2)
@@ -239,6 +242,7 @@ class OpenSoraVAEv13(FrozenEncoder):
             for name in ("shift", "std")
         )
         period = shift.shape[2]
+        # An image has the statistics of the first frame.
         if period == 1 or latent_frames == 1:
             return shift[:, :, :1], scale[:, :, :1]
         check_period(latent_frames)

@@ -13,6 +13,7 @@ the image latents.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch.nn.functional as F
 from einops import rearrange
@@ -37,23 +38,30 @@ class CausalConv3d(nn.Module):
         *,
         stride: int = 1,
         spatial_stride: int = 1,
+        dilation: int = 1,
         bias: bool = True,
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
         front: int | None = None,
     ) -> None:
         super().__init__()
         t, h, w = (kernel_size,) * 3 if isinstance(kernel_size, int) else kernel_size
-        self.front = t - stride if front is None else front
+        self.front = dilation * (t - 1) + 1 - stride if front is None else front
+        self.padding_mode = padding_mode
         self.conv = nn.Conv3d(
             in_channels,
             out_channels,
             (t, h, w),
             stride=(stride, spatial_stride, spatial_stride),
+            dilation=(dilation, 1, 1),
             padding=(0, h // 2, w // 2),
             bias=bias,
+            padding_mode=padding_mode,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 0, 0, 0, self.front, 0)))
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        # Height and width are padded by the convolution itself, in the same mode.
+        return self.conv(F.pad(x, (0, 0, 0, 0, self.front, 0), mode))
 
 
 class ResBlock(nn.Module):
@@ -68,6 +76,7 @@ class ResBlock(nn.Module):
         in_channels: int,
         out_channels: int,
         num_groups: int,
+        shortcut_kernel: int = 1,
         *,
         eps: float = 1e-5,
         bias: bool = False,
@@ -78,7 +87,8 @@ class ResBlock(nn.Module):
         self.norm2 = nn.GroupNorm(num_groups, out_channels, eps)
         self.conv2 = CausalConv3d(out_channels, out_channels, bias=bias)
         if in_channels != out_channels:
-            shortcut = CausalConv3d(in_channels, out_channels, 1, bias=bias)
+            shortcut = CausalConv3d(in_channels, out_channels, shortcut_kernel, bias=bias)
+            # Under the checkpoints' name, which differs between Open-Sora 1.2 and 1.3.
             self.add_module(self.shortcut_name, shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,6 +159,7 @@ class Decoder(nn.Module):
         groups: int,
     ) -> None:
         super().__init__()
+        # Named by levels as in the encoder, though the last level runs first.
         entering = [*widths[1:], widths[-1]]
 
         self.conv1 = CausalConv3d(in_channels, widths[-1])
@@ -158,6 +169,7 @@ class Decoder(nn.Module):
             for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
+            # Each frame becomes two, as twice the channels that forward rearranges.
             CausalConv3d(width, 2 * width) if half else nn.Identity()
             for width, half in zip(widths[1:], halves, strict=True)
         )
@@ -188,6 +200,7 @@ class TemporalVAE(nn.Module):
         filters: width of the outermost level; ``channel_multipliers`` has the width of every level
             relative to it.
         temporal_downsample: for every level but the last, whether it ends in half as many frames.
+        num_groups: of group norm.
     """
 
     def __init__(
@@ -219,6 +232,7 @@ class TemporalVAE(nn.Module):
 
     def moments(self, x: Tensor) -> Tensor:
         """``[B, c, T, H, W]`` -> means and log variances ``[B, 2 * c, f, H, W]``."""
+        # In front, as in the release: the last frames lie on whole latent frames.
         x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % self.time_factor, 0))
         return self.quant_conv(self.encoder(x))
 

@@ -288,6 +288,7 @@ def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: P
         return _by_lengths(backend, q, k, v, packing)
 
     pieces = packing.pieces(q.shape[1], backend.processors)
+    # Each piece of a sample's queries attends to all keys of the sample.
     k, v = pieces.repeat(k), pieces.repeat(v)
     if pieces.are_equal:
         rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
@@ -297,6 +298,7 @@ def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: P
 
 def _by_lengths(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
+    # On a CPU there is no kernel for packed tokens, and a call for each sample would be slow.
     alike = defaultdict(list)
     for i, lengths in enumerate(zip(packing.queries, packing.keys, strict=True)):
         alike[lengths].append(i)

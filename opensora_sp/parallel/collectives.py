@@ -45,9 +45,12 @@ def all_to_all(
     to_others = sum(send) - send[group.rank()]
     elements = to_others * x[:1].numel()
     record(kind, backward=backward, elements=elements, element_size=x.element_size())
+    # Counted before this return, so that the planner reads the bytes of a model that it traces
+    # alone.
     if isinstance(group, ImaginedGroup):
         return out, cast(dist.Work, group)
 
+    # Backends refuse tensors with gaps.
     x = x.contiguous()
     if async_op:
         return out, dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
@@ -80,6 +83,7 @@ def _exchange_now(
         # Operators take no group objects.
         name = dist.distributed_c10d.GroupName(group)
         process_group = dist.distributed_c10d._resolve_process_group(name)
+        # Splits of an all-to-all are contiguous, so tokens are ordered by receiver first.
         packed = tokens.index_select(0, pack)
         received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
         return torch.empty_like(received).index_copy_(0, unpack, received)
@@ -186,6 +190,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], send: Callable[..., Any]) -> Tensor:
         ctx.send, ctx.splits = send, ([len(x)] * len(sizes), sizes)
+        # An all-gather needs parts of one size, and its adjoint a reduce-scatter. An all-to-all
+        # with the same rows for each receiver takes parts of any size, also empty ones.
         copies = x.repeat(len(sizes), *[1] * (x.ndim - 1))
         rows: Tensor = send(copies, *ctx.splits, backward=False)[0]
         return rows
@@ -195,6 +201,8 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         local_sizes, sizes = ctx.splits
         parts, _ = ctx.send(grad, sizes, local_sizes, backward=True)
+        # No division by the number of ranks: the mean over the ranks, which ZeRO or DDP takes of
+        # all gradients, already has it.
         return parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0), None, None
 
 

@@ -50,10 +50,12 @@ class ForwardPoint:
     def attach(self, function: Callable[..., Any]) -> None:
         """Let ``function(forward, *args, **kwargs)`` compute each call of the module."""
         instance, forward = vars(self.module), self.module.forward
+        # Another point of the same module, or a tool such as accelerate, may have set one.
         self._replaced = {"forward": instance["forward"]} if "forward" in instance else {}
 
         # Copying a partial, unlike a closure, copies what it holds, and so is refused.
         attached: Any = partial(function, forward)
+        # Points of modules bind the arguments of a call by it, also where two share a module.
         attached.__signature__ = inspect.signature(forward)
         instance["forward"] = attached
 
@@ -124,6 +126,7 @@ class SequenceParallel:
         """Attach functions to hook points, in this order, and the check of inputs."""
         self._attachments = [*attachments]
         self._attach()
+        # Alone, nobody could disagree, and each forward would pay for the digest.
         if self.mesh.shares_batches:
             check = self.model.register_forward_pre_hook(self._check, with_kwargs=True)
             self.handles.append(check)
@@ -232,6 +235,8 @@ class SequenceParallel:
         if names_hook_points:
             config: Any = self.model.config
             width, heads = config.hidden_size, config.num_heads
+            # Autocast would send fewer bytes. An estimate suffices here, since any number of chunks
+            # is exact.
             element_size = next(self.model.parameters()).element_size()
 
         shape = BatchShape.of_grid(grid, width, heads, alternates=self.alternates)

@@ -107,6 +107,8 @@ def _cached(function: Function) -> Function:
     @lru_cache(maxsize=1024)
     @wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
+        # A plan of a sampling step would otherwise be an inference tensor, which autograd cannot
+        # save when training reads it from the cache.
         with torch.inference_mode(False), unset_fake_temporarily():
             return function(*args, **kwargs)
 
@@ -152,6 +154,7 @@ def plan_exchange(
     order = torch.argsort(sent_from[mine])
 
     return ExchangePlan(
+        # Stable: the receiver sorts what arrives by the sender's order, without being sent indices.
         pack=to_device(torch.argsort(receiver, stable=True), torch.device(device)),
         unpack=to_device(mine[order], torch.device(device)),
         send_splits=torch.bincount(receiver, minlength=num_ranks).tolist(),
@@ -161,6 +164,7 @@ def plan_exchange(
 
 def _piece(positions: Tensor, pieces: Sequence[Range]) -> Tensor:
     """The number of the consecutive ``[start, stop)`` that each position lies in."""
+    # Stops rather than starts: empty ranges share theirs, and right=True passes over them.
     stops = torch.tensor([stop for _, stop in pieces])
     return torch.bucketize(positions, stops, right=True)
 
@@ -221,6 +225,7 @@ def rank_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> Ranges:
 def unit_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> Ranges:
     """The units ``[first, last)`` that each rank holds in a layout."""
     units = _Layout(axes, layout)
+    # A rank without entries starts where the next one does, and so gets no unit.
     starts = torch.tensor([start for start, _ in units.ranges(num_ranks)])
     return _consecutive(units.unit_numbers(starts), units.num_units)
 
@@ -263,6 +268,7 @@ class _Layout:
 
     def ranges(self, num_ranks: int) -> Ranges:
         """Entries held by each rank: up to the last unit that ends within its share."""
+        # Balanced by entries, not units: windows differ in size.
         shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
         coordinates = self._coordinates(shares)
         unit_starts = {

@@ -49,6 +49,7 @@ class Launch:
                 f"{ADVICE}"
             )
 
+        # srun and hand-written launches do not set it.
         variables = {"LOCAL_WORLD_SIZE": variables["WORLD_SIZE"], **variables}
         launch = cls(
             rank=_integer(variables, "RANK"),

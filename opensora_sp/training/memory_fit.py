@@ -58,6 +58,8 @@ def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     if checkpoint is None or not names:
         return cfg
 
+    # Not chosen anew: other sizes would be other micro-batches, and the run would not resume
+    # exactly.
     config: Mapping[str, Any] = read_json(checkpoint / "state.json").get("config", {})
     known = batch_sizes_of(config.get("bucket_config") or {})
     unknown = [name for name in names if name not in known]
@@ -197,6 +199,7 @@ class ActivationBudget:
     def _plan(self, names: Sequence[str]) -> list[BucketLevels]:
         """Plan the batches of these buckets, each on one rank. Collective."""
         mesh = self.mesh
+        # A rank may have no bucket to plan, and gathers all the same.
         by_rank: list[list[BucketLevels]] = [[] for _ in range(mesh.world_size)]
         for name in names[mesh.rank :: mesh.world_size]:
             # Tracing takes seconds for each bucket, so ranks share the buckets.
@@ -242,6 +245,7 @@ def estimator_of(
         cfg, mesh.world_size, memory, device=device.type, gpus_per_node=mesh.ranks_per_node
     )
     if options is not None:
+        # As the boosted model runs: without options that this device or model cannot use.
         run.options = options
     if device.type == "cuda":
         # Kernels that all ranks have verified: one that failed runs in plain torch, which keeps
@@ -292,6 +296,7 @@ def fewest_ranks(
             plural = "s" * (max(sizes) > 1)
             lacking.append(f"{name} ({batch.batch_size} clips on {max(sizes)} rank{plural})")
         else:
+            # Without buckets all micro-batches have one shape, whose name nobody asks for.
             least[name if cfg.bucket_config is not None else ""] = ranks
 
     # All buckets at once, so that one start shows everything to change.

@@ -175,6 +175,7 @@ class Reporter:
                 curves[f"validation/loss of bin {number} of {len(losses)}"] = loss
             self._draw(step, curves)
 
+        # Read from the folder: each replica has written some of the videos.
         for described in sorted(folder.glob("*.json")):
             facts = read_json(described)
             file = described.with_suffix("." + facts["format"])
@@ -208,6 +209,7 @@ def drop_after(step: int, path: Path) -> None:
     if path.is_file():
         kept = [line for line in read_lines(path) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
+        # Replaced as a whole: a process that is killed meanwhile leaves the file as it was.
         FileSystem().write_file(path, text.encode())
 
 

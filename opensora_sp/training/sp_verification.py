@@ -157,6 +157,7 @@ def small_batch(model: Any, latents: LatentShape, num_frames: int | None = None)
         return torch.randn(*size, generator=generator, dtype=double)
 
     length = min(config.model_max_length, 16)
+    # Lengths differ, so that a rank that reads another sample's caption shows.
     text_lengths = torch.arange(length, length - num_samples, -1)
     inputs = dict(
         x=normal(num_samples, config.in_channels, frames, height, width),

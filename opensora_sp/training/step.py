@@ -53,6 +53,7 @@ class PendingResult:
 
     def __init__(self, step: int, *, loss: Tensor, taken: Tensor, stop: Tensor) -> None:
         self.step = step
+        # One copy for all three, since each is an operation that the host queues.
         self._numbers = ToHost(torch.stack([loss, taken.to(loss), stop]))
 
     def read(self) -> StepResult:

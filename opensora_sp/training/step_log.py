@@ -86,6 +86,8 @@ class Meter:
         shares = [waited / seconds, communicated / seconds]
         numbers = [self._work, *shares, peak_memory(self.device)]
         local = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
+        # Gathered rather than reduced: metrics need sums, means and maxima, and ranks.jsonl each
+        # number.
         ranks = [torch.empty_like(local) for _ in range(world_size)]
         dist.all_gather(ranks, local)
         work, data_wait, communication, memory = torch.stack(ranks, dim=1).tolist()
@@ -202,6 +204,8 @@ class StepLog:
         if self.meter.mesh.rank == 0:
             message = "step %d skipped: the loss (%g) or a gradient is not finite"
             logger.warning(message, result.step, result.loss)
+        # A single one is normal with fp16, and a damaged clip passes; weights that diverged do not
+        # recover.
         if self.skipped_in_a_row >= self.cfg.max_bad_steps:
             raise ValueError(
                 f"got no finite loss and gradient in {self.skipped_in_a_row} steps in a row, up to "

@@ -114,6 +114,7 @@ def load_base(cfg: TrainConfig, weights: Weights, module: ConditionedModel) -> L
     sha256 = [""]
     with on_rank_0("reading the weights of load") as is_rank_0:
         if is_rank_0:
+            # By one rank: all would read the whole file.
             sha256 = [base_digest(weights, layers)]
     dist.broadcast_object_list(sha256, src=0)
 
@@ -255,6 +256,8 @@ class ShardedEma:
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
         for name, shard in master_weights.items():
+            # By the buffer, since an average for each of hundreds of shards would be as many
+            # kernels.
             buffer = shard if shard._base is None else shard._base
             if id(buffer) not in self._buffers:
                 self._buffers[id(buffer)] = buffer, buffer.detach().clone()
@@ -271,6 +274,8 @@ class ShardedEma:
             taken: whether the step was taken, a boolean ``[]`` on the device of the weights. A step
                 that was skipped leaves the average as it is. The host does not wait for it.
         """
+        # A factor of 0 in place of a branch: whether the step was taken is known on the device
+        # alone.
         weight = (1 - ema_decay(self.decay, step, warmup=self.warmup)) * taken
         for buffer, average in self._buffers.values():
             average.lerp_(buffer, weight.to(average.dtype))

@@ -165,6 +165,7 @@ class Trainer:
             stopped = results.asked_to_stop and done < cfg.max_steps
 
             if saves or logs or stopped:
+                # Also with a checkpoint, so that a resumed run continues its curves from there.
                 log.write(reporter, done)
             reporter.step(done)
             if saves or stopped:

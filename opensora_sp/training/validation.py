@@ -91,6 +91,7 @@ class Validator:
         folder = run_dir / VIDEOS / checkpoint_name(step)
         errors: list[str] = []
         with ExitStack() as contexts:
+            # With "auto" the whole world would share each video, also over the network.
             contexts.enter_context(self.mesh.using(self.group))
             # Sampled videos show the weights that will be used, held-out losses are theirs.
             if self.validation.use_ema:

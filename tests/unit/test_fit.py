@@ -112,7 +112,7 @@ def test_communicators_are_part_of_what_must_fit(
     """Of 4 GB, groups of 4 and 2 take 1.9 beside that of 8, and nothing is left for a step."""
     one_bucket = "bucket_config={'144p': {1: (1.0, None)}}"
     degrees = "sp_size={'144p x 1': 8}"
-    options = ["--gpus", "8", "--largest-batch", "8", "--cfg-options", degrees, one_bucket]
+    options = ["--gpus", "8", "--largest-batch", "1", "--cfg-options", degrees, one_bucket]
     error = refused(capsys, str(config), "--fit", "4GB", *options)
     assert "got 4 GB of a device, into which not one clip fits" in error
 

@@ -33,15 +33,15 @@ def block_cases(name: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
 def test_causal_convolution() -> None:
     for case, tensors in block_cases("causal_conv3d"):
         given = case["constructor"]
-        if {"dilation", "pad_mode"} & given.keys():
-            continue  # no released autoencoder has these
         kernel = given["kernel_size"]
         conv = CausalConv3d(
             given["chan_in"],
             given["chan_out"],
             kernel if isinstance(kernel, int) else tuple(kernel),
             stride=given.get("strides", [1])[0],
+            dilation=given.get("dilation", 1),
             bias=given.get("bias", True),
+            padding_mode=given.get("pad_mode", "zeros"),
         )
         _, height, width = conv.conv.padding
 
@@ -53,9 +53,10 @@ def test_causal_convolution() -> None:
 def test_residual_block() -> None:
     for case, tensors in block_cases("res_block"):
         given = case["constructor"]
-        if given.get("use_conv_shortcut"):
-            continue  # no released autoencoder has it
-        block = ResBlock(given["in_channels"], given["filters"], given["num_groups"])
+        kernel = 3 if given.get("use_conv_shortcut") else 1
+        block = ResBlock(
+            given["in_channels"], given["filters"], given["num_groups"], shortcut_kernel=kernel
+        )
         block.load_state_dict(under(tensors, "state/"))
         close(block(tensors["input/x"]), tensors["output"])
 

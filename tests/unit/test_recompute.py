@@ -97,6 +97,9 @@ def test_kept_activations(ranks, kernels):
     token_bytes = 8 * 16 * 16 / ranks * config.hidden_size * 2
 
     for level, expected in enumerate((*KEPT, KEPT_OF_EVERYTHING[kernels]), OFFLOADED):
+        # What ranks share they share at every level.
+        if ranks > 1 and level not in (0, 3, EVERYTHING):
+            continue
         traced = trace_activations(
             "STDiT3",
             config,

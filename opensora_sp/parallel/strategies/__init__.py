@@ -58,6 +58,7 @@ def register_strategy(strategy: type[Strategy]) -> type[Strategy]:
             f"got a second strategy {strategy.label!r}; expected a label that no other strategy "
             "has; rename it"
         )
+    # First, so that it can take shapes from the strategies of this package.
     IN_ORDER.insert(0, strategy)
     if strategy.option not in STRATEGY_OPTIONS:
         STRATEGY_OPTIONS.append(strategy.option)
@@ -95,5 +96,6 @@ def with_chunks(options: Options, shape: BatchShape, ranks: int, *, element_size
         return options
     tokens = max(shape.entries(SPATIAL_ROWS, ranks))
     sent = tokens * (ranks - 1) / ranks * shape.width * element_size
+    # The busiest rank's bytes: every rank must choose the same number of chunks.
     costs = ChunkCosts(options.cost_model, options.link, sent)
     return replace(options, overlap_chunks=costs.best_number)

@@ -149,6 +149,7 @@ class SplitHeads(SplitAttention):
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        # With enough frames every rank has whole rows, and a switch sends half as much.
         if shape.num_frames >= ranks:
             return False
         return few_frames_costs(shape, options, ranks).heads_cost_less
@@ -170,6 +171,7 @@ class SplitWindows(SplitAttention):
     condition = "fewer windows (B*W) than ranks, enough frames, where it costs less"
     moves = "heads of queries, keys, values and outputs of windows; no whole token"
 
+    # Enough frames mean that spatial attention is local in this layout; only windows are few.
     resident_layout = "spatial"
 
     @classmethod
@@ -207,6 +209,8 @@ class SplitClips(SplitAttention):
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        # Whatever the shape: all tokens of a clip attend together, so no distribution of rows keeps
+        # an attention local.
         return shape.full
 
     @classmethod

@@ -99,6 +99,7 @@ class SwitchRows(Strategy):
     def switch(
         self, local: SwitchFn, x: Tensor | InFlightSwitch, rows: Rows
     ) -> tuple[Tensor, Rows]:
+        # Rows follow from the shape alone, so a rank knows what arrives before anything is sent.
         target = self.local_rows(rows.transposed())
         if isinstance(x, InFlightSwitch):
             tokens = x.wait()
@@ -126,6 +127,8 @@ class SwitchRows(Strategy):
                 x: Any = part(*args)
             finally:
                 self.in_flight = None
+            # A block without a tokenwise end is sent as one chunk, whose gradient can be in flight
+            # all the same.
             return x if isinstance(x, InFlightSwitch) else in_flight.start([x], 1)
 
         return local(run, rows, *args, recompute=recompute, last=last)
