@@ -50,6 +50,21 @@ STATES = {
     "Adagrad": State(("sum",)),
     "Adadelta": State(("square_avg", "acc_delta")),
 }
+# By the beginning of a name in lower case, why its optimizer is refused.
+REFUSED = {
+    **dict.fromkeys(
+        ("muon", "shampoo", "distributedshampoo", "soap"), "it multiplies by whole matrices"
+    ),
+    **dict.fromkeys(
+        ("adafactor", "came", "sm3"), "its second moments are means over rows and columns"
+    ),
+    **dict.fromkeys(("lamb", "lars"), "its step depends on the norm of a whole layer"),
+    **dict.fromkeys(("galore", "apollo"), "it projects whole gradients"),
+    "lbfgs": "it needs products of whole gradients, and several losses for a step",
+    "sparseadam": "it is for gradients of embeddings",
+}
+IN_8_BIT = "8bit", "4bit", "paged"
+
 # Declared by ``Optimizer``, or of how torch computes a step, which the plugin decides.
 NOT_OPTIONS = {
     *("self", "params", "lr", "weight_decay"),
@@ -118,9 +133,15 @@ def _check_name(name: Any) -> None:
     name = str(name)
     if name in STATES:
         return
+    short = name.lower()
+    reasons = [reason for start, reason in REFUSED.items() if short.startswith(start)]
+    if any(part in short for part in IN_8_BIT):
+        reasons = ["bitsandbytes needs a GPU, and rounds moments in blocks, which shards would cut"]
+    because = f" ({reasons[0]})" if reasons else ""
     raise ValueError(
-        f"got optimizer.type {name!r}; expected an elementwise optimizer, since ZeRO gives each "
-        f"rank a flat range of a parameter's numbers: {list(STATES)}; {nearest(name, STATES)}"
+        f"got optimizer.type {name!r}{because}; expected an elementwise optimizer, since ZeRO "
+        f"gives each rank a flat range of a parameter's numbers: {list(STATES)}; "
+        f"{nearest(name, STATES)}"
     )
 
 

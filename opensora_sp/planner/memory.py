@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from opensora_sp.config.sections import Lora
+from opensora_sp.models.quantized import stored_tensors
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES, buffer_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.options import Options
@@ -57,12 +58,16 @@ class Zero:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Elements of each trainable parameter, by their part of the model, and of frozen ones."""
+    """Elements of each trainable parameter, by their part of the model, and of frozen ones.
+
+    ``int8_bytes`` hold quantised weights, which are not among the frozen ones then.
+    """
 
     final: tuple[int, ...]
     pairs: tuple[tuple[int, ...], ...]
     rest: tuple[int, ...]
     frozen: int
+    int8_bytes: int = 0
 
     @classmethod
     def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelSizes:
@@ -72,10 +77,14 @@ class ModelSizes:
         final: list[int] = []
         rest: list[int] = []
         frozen = sum(buffer.numel() for buffer in model.buffers())
+        int8_bytes = 0
 
         for parameter_name, parameter in model.named_parameters():
             block = re.match(r"\w*blocks\.(\d+)\.", parameter_name)
-            if not parameter.requires_grad:
+            stored = stored_tensors(parameter)
+            if len(stored) > 1:
+                int8_bytes += sum(tensor.nbytes for tensor in stored.values())
+            elif not parameter.requires_grad:
                 frozen += parameter.numel()
             elif block:
                 pairs[int(block[1])].append(parameter.numel())
@@ -83,7 +92,7 @@ class ModelSizes:
                 final.append(parameter.numel())
             else:
                 rest.append(parameter.numel())
-        return cls(tuple(final), tuple(map(tuple, pairs)), tuple(rest), frozen)
+        return cls(tuple(final), tuple(map(tuple, pairs)), tuple(rest), frozen, int8_bytes)
 
     @property
     def trainable(self) -> list[int]:
@@ -118,7 +127,7 @@ class Persistent:
         ``saves_frozen``: it has fp32 copies of frozen weights for its checkpoints.
         """
         parts = sum(zero.part(n) for n in sizes.trainable)
-        frozen = sizes.frozen * (zero.element_size + FP32 * saves_frozen)
+        frozen = sizes.frozen * (zero.element_size + FP32 * saves_frozen) + sizes.int8_bytes
         return cls(
             weights=parts * zero.world * zero.element_size + frozen,
             master_weights=FP32 * parts,

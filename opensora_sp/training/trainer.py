@@ -59,11 +59,14 @@ from .summary import (
 )
 from .sync_check import SyncCheck
 from .trainable import (
+    DropoutDraws,
+    LoraRun,
     ShardedEma,
     check_base,
     choose_trained,
     initial_weights,
     load_base,
+    load_start,
     make_optimizer,
 )
 
@@ -217,7 +220,12 @@ class Trainer:
         model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
 
+        self._lora: LoraRun | None = None
+        if cfg.lora is not None:
+            # Before the adapters: DoRA begins at the norms of these weights.
+            self._lora = load_base(cfg, model)
         choose_trained(model, cfg)
+        load_start(cfg, model)
         return model
 
     def _build_boosted_model(self, cfg: TrainConfig) -> None:
@@ -238,10 +246,8 @@ class Trainer:
 
     def _restore(self, cfg: TrainConfig, checkpoint: Path | None) -> dict[str, Any]:
         """Load weights, EMA weights and optimizer state; returns what ``state.json`` holds."""
-        shards, lora = NamedShards(self.module, self.optimizer), None
-        if cfg.lora is not None:
-            lora = load_base(cfg, initial_weights(cfg), self.module)
-        elif cfg.load is not None and checkpoint is None:
+        shards, lora = NamedShards(self.module, self.optimizer), self._lora
+        if lora is None and cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
             weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
             load_model(weights, self.module, shards, self._fixed)
@@ -319,6 +325,7 @@ class Trainer:
             ActivationBudget(cfg, module, mesh, device, self.reserved, buckets, self.options),
             meter.count,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
+            DropoutDraws(module, cfg.seed),
         )
 
         self.validator = None

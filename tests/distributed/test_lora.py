@@ -26,10 +26,12 @@ from opensora_sp.config import load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.lora import add_lora, lora_layers
+from opensora_sp.models.quantized import quantize_blocks, stored_tensors
 from opensora_sp.models.recompute import OFFLOADED
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.training.preflight import preflight
+from opensora_sp.training.trainable import DropoutDraws
 
 RANK, ALPHA = 2, 3.0
 CLIP = (1, 5, 7, 9)
@@ -47,20 +49,32 @@ WAYS: list[tuple[Case, dict[str, Any]]] = [
 ]
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """With adapters of all blocks, whose B is not zero."""
-    add_lora(model, rank=RANK, alpha=ALPHA)
+def adapted(model: nn.Module, *, rich: bool = False) -> nn.Module:
+    """With adapters of all blocks, whose B is not zero.
+
+    ``rich``: with DoRA, rank-stabilised scaling and dropout, of an int8 base.
+    """
+    options: dict[str, Any] = {}
+    if rich:
+        # torchao quantises float32.
+        quantize_blocks(model.float())
+        model.double()
+        options = dict(use_dora=True, use_rslora=True, dropout=0.3)
+    add_lora(model, rank=RANK, alpha=ALPHA, **options)
     for module in lora_layers(model).values():
         draw_weights(module.lora_A, seed=3, std=0.3)
         draw_weights(module.lora_B, seed=4, std=0.3)
+    DropoutDraws(model, seed=5).draw(6)
     return model
 
 
-def in_parallel(ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False) -> None:
+def in_parallel(
+    ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False, rich: bool = False
+) -> None:
     """Ways of sharing a batch against one process, in float64."""
     free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
     bare, mesh = parity_cases.make_model, SequenceMesh(torch.distributed.get_world_size())
-    parity_cases.make_model = lambda case: adapted(bare(case))
+    parity_cases.make_model = lambda case: adapted(bare(case), rich=rich)
     if compiled:
         parity_cases.parallelize = lambda model, mesh, **options: compile_blocks(
             parallelize(model, mesh, **options), backend="aot_eager"
@@ -73,12 +87,12 @@ def in_parallel(ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False)
             assert bool(exchanged) == bool(case.size[0] % mesh.sp_size), (case, options)
             if options == OVERLAP:
                 assert counter.calls["switch", "forward"] == 2 * (2 * DEPTH - 1)
-        assert len(parity_cases.one_process_step(case, mesh)[1]) == 2 * 28 + 2
+        assert len(parity_cases.one_process_step(case, mesh)[1]) == (2 + rich) * 28 + 2
     finally:
         parity_cases.make_model, parity_cases.parallelize = bare, parallelize
 
 
-def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
+def boosted(stage: int, accumulate_locally: bool, sp_size: int, rich: bool = False) -> None:
     """Steps of SGD with momentum through the plugin, in float64.
 
     Without clipping and master weights, which are in float32.
@@ -90,8 +104,12 @@ def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
         sp_size, stage, "fp32", accumulate_locally=accumulate_locally, master_weights=False
     )
     booster, mesh = Booster(plugin=plugin), plugin.mesh
-    bare, alone = (adapted(make_model().double()) for _ in range(2))
-    frozen = {n: p.detach().clone() for n, p in bare.named_parameters() if not p.requires_grad}
+    bare, alone = (adapted(make_model().double(), rich=rich) for _ in range(2))
+    frozen = {
+        name: [stored.clone() for stored in stored_tensors(parameter.detach()).values()]
+        for name, parameter in bare.named_parameters()
+        if not parameter.requires_grad
+    }
     optimizers = [
         torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
         for one in (bare, alone)
@@ -118,19 +136,24 @@ def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
     wanted = dict(alone.named_parameters())
     for name, parameter in bare.named_parameters():
         if name in frozen:
-            assert torch.equal(parameter, frozen[name]), name
+            for stored, before in zip(
+                stored_tensors(parameter.detach()).values(), frozen[name], strict=True
+            ):
+                assert torch.equal(stored, before), name
         else:
             torch.testing.assert_close(parameter, wanted[name], rtol=1e-9, atol=1e-12)
-    assert len(optimizer.shards.working) == 2 * 28
+    assert len(optimizer.shards.working) == (2 + rich) * 28
 
 
 def some_ways() -> None:
-    in_worlds(in_parallel, [(3, (WAYS[1:3],))])
+    in_worlds(in_parallel, [(3, (WAYS[1:3],)), (3, (WAYS[1:2], False, True))])
     in_worlds(boosted, [(3, (2, False, 3))])
+    in_worlds(in_parallel, [(2, (WAYS[2:3], False, True))])
+    in_worlds(boosted, [(2, (2, True, 2, True))])
 
 
 def all_ways() -> None:
-    in_worlds(in_parallel, [(3, (WAYS,))])
+    in_worlds(in_parallel, [(3, (WAYS,)), (3, (WAYS, False, True))])
     # Compiles for a minute.
     in_worlds(in_parallel, [(2, (WAYS[:1], True))])
     cases = [(2, False, 2), (1, False, 2), (2, True, 2), (2, False, 1)]
