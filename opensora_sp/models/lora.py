@@ -64,8 +64,9 @@ def add_lora(
         adapted = AdaptedLinear(layer, ADAPTER, rank=rank, alpha=alpha, **options)
         for vector in adapted.lora_magnitude_vector.parameters():
             _check_norms(name, vector)
-        # On the meta device, peft leaves its own weights in float32.
-        setattr(model.get_submodule(parent), child, adapted.to(layer.weight.dtype))
+        # On the meta device peft leaves its weights in float32, and int8 weights are not cast.
+        dtype = (layer.weight if layer.bias is None else layer.bias).dtype
+        setattr(model.get_submodule(parent), child, adapted.to(dtype))
 
 
 def _check_norms(layer: str, norms: Tensor) -> None:

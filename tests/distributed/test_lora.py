@@ -146,10 +146,9 @@ def boosted(stage: int, accumulate_locally: bool, sp_size: int, rich: bool = Fal
 
 
 def some_ways() -> None:
-    in_worlds(in_parallel, [(3, (WAYS[1:3],)), (3, (WAYS[1:2], False, True))])
-    in_worlds(boosted, [(3, (2, False, 3))])
-    in_worlds(in_parallel, [(2, (WAYS[2:3], False, True))])
-    in_worlds(boosted, [(2, (2, True, 2, True))])
+    rich = [(3, (WAYS[1:2], False, True)), (2, (WAYS[2:3], False, True))]
+    in_worlds(in_parallel, [(3, (WAYS[1:3],)), *rich])
+    in_worlds(boosted, [(3, (2, False, 3)), (2, (2, True, 2, True))])
 
 
 def all_ways() -> None:
@@ -182,7 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ckpt_every = 2",
         "optimizer = dict(lr=0.05)",
         f"load = {str(folder / 'base')!r}",
-        f"lora = dict(rank={RANK}, alpha={ALPHA})",
+        f"lora = dict(rank={RANK}, alpha={ALPHA}, dropout=0.3, use_dora=True, quantize='int8')",
     ]
     (folder / "config.py").write_text("\n".join(lines) + "\n")
     log = train(folder, folder / "run")
@@ -228,7 +227,7 @@ def test_a_run_saves_its_adapters_alone_and_resumes_bit_by_bit(
         "config.json",
     }
     found = tensors(last)
-    assert all(".lora_" in name for name in found) and len(found) == 2 * 28 * (2 + 3)
+    assert all(".lora_" in name for name in found) and len(found) == 3 * 28 * (2 + 3)
     ups = [tensor for name, tensor in found.items() if "model:" in name and "lora_B" in name]
     assert len(ups) == 2 * 28 and all(up.any() for up in ups)
 
@@ -291,7 +290,8 @@ def test_evaluation_of_a_run_of_its_merged_weights_and_of_validation(
     """Validation runs the model with its adapters, the others merge them."""
     manifest = folder / "set" / "clips.csv"
     validation = f"validation=dict(every=4, manifest={str(manifest)!r}, bins=2)"
-    train(folder, tmp_path / "run", validation)
+    # Validation and its merged weights are of the same base.
+    train(folder, tmp_path / "run", validation, "lora.quantize=None")
     (line,) = (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
     wanted = json.loads(line)["loss_by_bin"]
 
@@ -326,6 +326,15 @@ def test_what_does_not_fit_the_run_is_refused_before_it_starts(
     refused("'qkv' in lora.targets.*did you mean '\\*.qkv'", "lora.targets=['qkv']")
     refused("got lora = {'rank': 4.*was written with lora = ", "lora.rank=4", resume="auto")
     refused("got lora = None to resume", "lora=None", resume="auto")
+    # Adapters to train further are those that the config describes.
+    cfg = load_train_config(folder / "config.py", [f"outputs={tmp_path}", f"lora.load={run}"])
+    preflight(cfg, None)
+    start = f"lora.load={run}"
+    refused(r"rank=2.*expected 28 layers.*rank=4.*set rank", start, "lora.rank=4")
+    refused(r"rank=2.*expected.*use_dora=False", start, "lora.use_dora=False")
+    refused("for 'spatial_blocks.0.*one of them alone", start, "lora.targets=['*.attn.qkv']")
+    refused("got lora.load.*scale 0.5; expected", f"{start}:0.5")
+    refused("no adapter_config.json", f"lora.load={folder / 'base'}")
 
 
 @pytest.mark.slow
