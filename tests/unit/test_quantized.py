@@ -136,12 +136,11 @@ def test_the_planner_counts_a_byte_for_a_weight() -> None:
     plain = ModelSizes.of("STDiT3", config, Lora(rank=2))
     sizes = ModelSizes.of("STDiT3", config, Lora(rank=2, quantize="int8"))
     weights = [m.weight for m in made().modules() if isinstance(m, nn.Linear)]
-    quantised = plain.frozen - sizes.frozen
     blocks = 4 * (24 * (72 + 24) + 24 * (24 + 48 + 24) + 2 * 24 * 48)
     rows = 4 * (72 + 24 + 24 + 48 + 24 + 48 + 24)
-    assert quantised == blocks < sum(weight.numel() for weight in weights)
+    assert sizes.int8 == blocks < sum(weight.numel() for weight in weights)
     # A scale of four bytes for each row, and torchao's zero point of one byte.
-    assert sizes.int8_bytes == blocks + 5 * rows and sizes.trainable == plain.trainable
+    assert sizes.int8_bytes == blocks + 5 * rows and sizes.total == plain.total
     zero = Zero(world=1, stage=2, element_size=2)
     states = [Persistent.training(each, zero, saves_frozen=False) for each in (plain, sizes)]
     assert states[0].weights - states[1].weights == 2 * blocks - sizes.int8_bytes
