@@ -33,13 +33,14 @@ from opensora_sp.checkpoint.adapters import (
     base_digest,
     warn_of_other_base,
 )
+from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.learning_rate import ema_decay
 from opensora_sp.config.optimizer_options import Optimizer
 from opensora_sp.config.sections import Lora
 from opensora_sp.data.randomness import generator
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.feature_dropout import AdapterDropout
+from opensora_sp.models.feature_dropout import FeatureDropout
 from opensora_sp.models.lora import add_lora, target_layers
 from opensora_sp.models.name_patterns import chosen, matches
 from opensora_sp.models.quantized import quantize_blocks
@@ -179,16 +180,22 @@ class DropoutDraws:
     """Draws of the adapters' dropout, which depend on the seed and the micro-batch alone."""
 
     def __init__(self, module: nn.Module, seed: int) -> None:
-        self.module, self.seed = module, seed
-        self.dropout = AdapterDropout(module)
+        self.seed = seed
+        modules = module.modules()
+        self.layers = [module for module in modules if isinstance(module, FeatureDropout)]
+        self.weight = next(p for p in module.parameters() if p.requires_grad)
 
     def draw(self, micro_batch: int) -> None:
         """Set the features that the micro-batch of this number keeps."""
-        if self.dropout.size:
-            draws = generator(self.seed, "lora_dropout", micro_batch)
-            drawn = draws.random(self.dropout.size, dtype=np.float32)
-            weight = next(p for p in self.module.parameters() if p.requires_grad)
-            self.dropout.drop(torch.from_numpy(drawn), weight)
+        if not self.layers:
+            return
+        sizes, rate = [layer.features for layer in self.layers], self.layers[0].rate
+        draws = generator(self.seed, "lora_dropout", micro_batch)
+        drawn = torch.from_numpy(draws.random(sum(sizes), dtype=np.float32))
+        # One transfer and few kernels for all layers.
+        kept = to_device(drawn, self.weight.device).ge(rate).to(self.weight.dtype) / (1 - rate)
+        for layer, part in zip(self.layers, kept.split(sizes), strict=True):
+            layer.kept = part
 
 
 def check_base(run: LoraRun, checkpoint: Path) -> None:

@@ -28,12 +28,12 @@ from opensora_sp.checkpoint.adapters import (
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import build_model
-from opensora_sp.models.feature_dropout import AdapterDropout
 from opensora_sp.models.lora import ADAPTER, add_lora, lora_layers
 from opensora_sp.planner.memory import FP32, ModelSizes, Persistent, Zero, training_peak
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.seconds import FROZEN_STEP, STEP, ModelFlops
 from opensora_sp.planner.trace import Activations, small_meta_model
+from opensora_sp.training.trainable import DropoutDraws
 
 SIZE = (3, 4, 4)
 COMMON = dict(
@@ -201,19 +201,21 @@ def test_what_peft_saves_is_read(kind: dict[str, bool], tmp_path: Path) -> None:
 def test_dropout_keeps_the_same_features_of_all_tokens(*, use_dora: bool) -> None:
     """In training only, and as a mask of the input of peft's formula."""
     model = made(targets=("*.mlp.fc1",), dropout=0.5, use_dora=use_dora)
-    layer = lora_layers(model)["spatial_blocks.0.mlp.fc1"]
+    layers = lora_layers(model)
+    layer = layers["spatial_blocks.0.mlp.fc1"]
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     layer.eval()
     without = layer(x)
     layer.train()
     torch.testing.assert_close(layer(x), without)
 
-    dropout = AdapterDropout(model)
-    assert dropout.size == 4 * 24
-    drawn = torch.rand(dropout.size, generator=torch.Generator().manual_seed(0))
-    dropout.drop(drawn, x)
-    # The layers are in the order of the model's.
-    kept = (drawn[:24] >= 0.5) * 2.0
+    masks = []
+    for micro_batch in (0, 1, 0):
+        DropoutDraws(model, seed=3).draw(micro_batch)
+        masks.append(torch.cat([layer.lora_dropout[ADAPTER].kept for layer in layers.values()]))
+    assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])
+    assert masks[0].unique().tolist() == [0, 2] and masks[0].shape == (4 * 24,)
+    kept = layer.lora_dropout[ADAPTER].kept
     masked, base = x * kept, layer.base_layer
     up, down = layer.lora_B[ADAPTER].weight, layer.lora_A[ADAPTER].weight
     expected = base(x) + ALPHA / RANK * masked @ down.t() @ up.t()

@@ -74,7 +74,7 @@ def test_options_are_those_of_the_class(file: Path) -> None:
         (["type=Lion"], "got optimizer.type 'Lion'; expected an elementwise optimizer.*'AdamW'"),
         (["type=LBFGS"], r"'LBFGS' \(it needs products of whole gradients.*; expected an elem"),
         (["type=Adafactor"], r"\(its second moments are means over rows and columns\); expected"),
-        (["type=Muon"], r"'Muon' \(it multiplies by whole matrices\); expected an elementwise"),
+        (["type=Muon"], r"'Muon' \(it multiplies whole matrices\); expected an elementwise"),
         (["type=LAMB"], r"'LAMB' \(its step depends on the norm of a whole layer\); expected"),
         (["type=PagedAdamW8bit"], r"\(bitsandbytes needs a GPU, and rounds moments in blocks"),
         (["type=adamw"], "got optimizer.type 'adamw'.*did you mean 'AdamW'"),

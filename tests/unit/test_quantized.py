@@ -12,10 +12,10 @@ from torch import nn
 
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import build_model
-from opensora_sp.models.feature_dropout import AdapterDropout
 from opensora_sp.models.lora import add_lora
 from opensora_sp.models.quantized import Int8Linear, quantize_blocks, stored_tensors
 from opensora_sp.planner.memory import FP32, ModelSizes, Persistent, Zero
+from opensora_sp.training.trainable import DropoutDraws
 
 COMMON = dict(
     hidden_size=24, depth=2, num_heads=3, caption_channels=5, model_max_length=6, mlp_ratio=2.0
@@ -109,12 +109,11 @@ def test_an_adapted_layer_compiles_into_one_graph_with_its_dropout() -> None:
     quantize_blocks(model)
     add_lora(model, rank=3, alpha=5.0, dropout=0.5)
     draw_trained(model)
-    layer, dropout = model.spatial_blocks[0].mlp.fc2, AdapterDropout(model)
+    layer = model.spatial_blocks[0].mlp.fc2
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(5, 48, requires_grad=True)
     for seed in (0, 1):
-        drawn = torch.rand(dropout.size, generator=torch.Generator().manual_seed(seed))
-        dropout.drop(drawn, x)
+        DropoutDraws(model, seed).draw(0)
         got, expected = (torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, layer))
         torch.testing.assert_close(got, expected)
 

@@ -31,7 +31,7 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import latent_frames
 
-from .adapters import AdapterMethods
+from .adapter_methods import AdapterMethods
 from .image_sampler import (
     OUTPUT_TYPES,
     GeneratedRequest,
