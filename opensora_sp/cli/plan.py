@@ -165,7 +165,8 @@ def _heading(run: RunEstimator) -> list[str]:
         )
         lines = [title, *_wrapped(degrees)]
     if run.adapters is not None:
-        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained")
+        int8 = f", {run.sizes.int8 / 1e6:.1f} M weights are int8" if run.sizes.int8 else ""
+        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained{int8}")
     return [*lines, ""]
 
 

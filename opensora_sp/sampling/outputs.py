@@ -283,7 +283,7 @@ def fingerprint(weights: Path, adapters: Sequence[Adapters] = ()) -> str:
     digests = [sha256(file) for file in weight_files(weights)]
     for adapter in adapters:
         digests += [sha256(file) for file in weight_files(adapter.path)]
-        digests.append(repr(adapter.scale * adapter.scaling))
+        digests.append(repr(adapter.scale * adapter.kind.scaling))
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()

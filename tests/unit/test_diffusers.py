@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from peft import LoraConfig, get_peft_model
 from PIL import Image
+from random_weights import draw_weights
 from runs import write_random_model
 from torch import Tensor
 
@@ -186,6 +188,47 @@ def test_a_folder_is_read_and_written_again(v12: Path, tmp_path: Path) -> None:
     assert again.to(torch.float64).dtype == torch.float64
     own, stored = (one.transformer.x_embedder.proj.weight for one in (again, pipeline))
     assert torch.equal(own, stored.bfloat16().double())
+
+
+def test_adapters_are_loaded_weighted_fused_and_unloaded(v12: Path, tmp_path: Path) -> None:
+    """Each state equals the weights of ``from_pretrained(lora=...)``, bit by bit."""
+    for seed, name in enumerate(("one", "two")):
+        config = LoraConfig(r=2, target_modules=["qkv", "fc1"], use_dora=bool(seed))
+        theirs = get_peft_model(loaded(v12).transformer, config)
+        draw_weights(theirs, seed=seed).save_pretrained(str(tmp_path / name))
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+
+    def holds(*sources: str) -> bool:
+        expected = loaded(v12, lora=sources).transformer.state_dict()
+        state = pipeline.transformer.state_dict()
+        return all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+    pipeline = loaded(v12)
+    assert holds() and not holds(one)
+    pipeline.load_lora_weights(one, adapter_name="one")
+    assert holds(one)
+    pipeline.load_lora_weights(f"{two}:0.5")
+    assert pipeline.get_active_adapters() == ["default_1"] and holds(f"{two}:0.5")
+    pipeline.set_adapters(["one", "default_1"], [0.25, 3.0])
+    assert holds(f"{one}:0.25", f"{two}:1.5")
+    assert pipeline.get_list_adapters() == {"transformer": ["one", "default_1"]}
+    pipeline.unload_lora_weights()
+    assert holds() and not pipeline.get_active_adapters()
+
+    pipeline.load_lora_weights(one)
+    pipeline.fuse_lora(lora_scale=0.5)
+    pipeline.unload_lora_weights()
+    assert holds(f"{one}:0.5")
+
+    pipeline.load_lora_weights(one, adapter_name="one")
+    for call, message in (
+        (lambda: pipeline.set_adapters("on"), "got adapter 'on'; expected.*did you mean 'one'"),
+        (lambda: pipeline.set_adapters("one", [1, 2]), "got 2 adapter_weights.*expected one"),
+        (lambda: pipeline.load_lora_weights(two, adapter_name="one"), "'one' twice; expected a"),
+        (lambda: pipeline.load_lora_weights(v12), "no adapter_config.json.*expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_arguments_and_outputs(v12: Path, caplog: pytest.LogCaptureFixture) -> None:
