@@ -47,12 +47,15 @@ class PatchPoolVAE(nn.Module):
 
 
 class PatchDCTVAE(nn.Module):
-    """Stand-in for a VAE: the lowest frequencies of each patch of ``pool`` (frames, height, width).
+    """Stand-in for a VAE: low frequencies of overlapping patches.
 
-    Frames of a patch are averaged. Its ``coefficients`` x ``coefficients`` lowest frequencies of
-    the discrete cosine transform (Ahmed, Natarajan and Rao, 1974) are the channels of each colour,
-    scaled up with frequency, as amplitudes of images fall with it. Sides that are no multiple of
-    ``pool`` are padded by their last frame, line or column; decoding returns whole patches.
+    A patch is ``pool`` = (frames, height, width). Frames of a patch are averaged. A picture is the
+    sum of windowed patches, each of which reaches half a patch into its neighbours, so that no
+    edges of patches show. The channels of each colour are the ``coefficients`` x ``coefficients``
+    lowest frequencies of the discrete cosine transform (Ahmed, Natarajan and Rao, 1974) that fit
+    the picture with the least squared error. They are scaled up with frequency, as amplitudes of
+    images fall with it. Sides that are no multiple of ``pool`` are padded by their last frame, line
+    or column; decoding returns whole patches.
 
     Raises:
         ValueError: if a side of ``pool`` has fewer pixels than ``coefficients``.
@@ -60,8 +63,6 @@ class PatchDCTVAE(nn.Module):
 
     scale = 1.0
 
-    lines: Tensor
-    columns: Tensor
     weights: Tensor
 
     def __init__(
@@ -77,44 +78,44 @@ class PatchDCTVAE(nn.Module):
                 "as pixels of a side; change vae.pool or vae.coefficients"
             )
 
+        self.coefficients = coefficients
         self.channels = 3 * coefficients**2
         self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
 
-        self.register_buffer("lines", self._cosines(self.pool[1], coefficients), persistent=False)
-        self.register_buffer("columns", self._cosines(self.pool[2], coefficients), persistent=False)
         u = torch.arange(float(coefficients))
         frequency = torch.hypot(u[:, None], u)
         weights = torch.where(frequency > 0, 9 * frequency**0.7, 1.8)
         self.register_buffer("weights", weights[..., None, None, None], persistent=False)
 
-    @staticmethod
-    def _cosines(side: int, count: int) -> Tensor:
-        """Orthogonal rows ``[count, side]``, of mean square one."""
-        u, place = torch.arange(count)[:, None], torch.arange(side) + 0.5
-        cosines = torch.cos(torch.pi * u * place / side)
-        return torch.where(u > 0, 2**0.5 * cosines, cosines)
-
     def encode(self, video: Tensor) -> Tensor:
-        video = self._padded(video)
-        for dim, side in zip((2, 4, 6), self.pool, strict=True):
-            video = video.unflatten(dim, (-1, side))
+        pixels = self._padded(video).unflatten(2, (-1, self.pool[0])).mean(3)
+        _, h, w = self.latent_size(*video.shape[2:])
 
-        pixels = video.mean(3)  # [B, 3, f, h, pool height, w, pool width]
-        lines, columns = self.lines.to(pixels), self.columns.to(pixels)
-        frequencies = torch.einsum("bcfhywx,uy,vx->bcuvfhw", pixels, lines, columns)
-
-        frequencies = frequencies / (self.pool[1] * self.pool[2])
+        count = self.coefficients
+        fit_lines = torch.linalg.pinv(_lapped_cosines(h, self.pool[1], count))
+        fit_columns = torch.linalg.pinv(_lapped_cosines(w, self.pool[2], count))
+        frequencies = torch.einsum(
+            "bcfyx,yhu,xwv->bcuvfhw",
+            pixels,
+            to_device(fit_lines.unflatten(1, (h, count)), pixels.device).to(pixels),
+            to_device(fit_columns.unflatten(1, (w, count)), pixels.device).to(pixels),
+        )
         return (frequencies * self.weights.to(pixels)).flatten(1, 3)
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
-        count = len(self.lines)
+        count = self.coefficients
         frequencies = latents.float().unflatten(1, (3, count, count))
-        lines, columns = self.lines.to(frequencies), self.columns.to(frequencies)
-
         frequencies = frequencies / self.weights.to(frequencies)
-        pixels = torch.einsum("bcuvfhw,uy,vx->bcfhywx", frequencies, lines, columns)
+        h, w = frequencies.shape[-2:]
 
-        frames = pixels.flatten(5, 6).flatten(3, 4)
+        lines = to_device(_lapped_cosines(h, self.pool[1], count), latents.device).float()
+        columns = to_device(_lapped_cosines(w, self.pool[2], count), latents.device).float()
+        frames = torch.einsum(
+            "bcuvfhw,huy,wvx->bcfyx",
+            frequencies,
+            lines.unflatten(0, (h, count)),
+            columns.unflatten(0, (w, count)),
+        )
         return frames.repeat_interleave(self.pool[0], dim=2)[:, :, :num_frames]
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -129,6 +130,25 @@ class PatchDCTVAE(nn.Module):
                 last = video.narrow(dim, length - 1, 1)
                 video = torch.cat([video, last.repeat_interleave(missing, dim)], dim)
         return video
+
+
+def _lapped_cosines(patches: int, side: int, count: int) -> Tensor:
+    """Windowed cosines ``[patches * count, patches * side]``, float64, on the CPU.
+
+    Beyond its patch, a cosine continues by its even symmetry. The windows sum to one everywhere.
+    """
+    place = torch.arange(patches * side, dtype=torch.float64) + 0.5
+    from_start = place - side * torch.arange(patches)[:, None]  # [patches, places]
+
+    distance = (from_start / side - 0.5).abs().clamp(max=1)
+    windows = torch.cos(torch.pi / 2 * distance).square()
+    # The first and the last patch have no neighbour to share the border with.
+    windows = windows / windows.sum(0)
+
+    u = torch.arange(count)[:, None]
+    cosines = torch.cos(torch.pi * u * from_start[:, None] / side)
+    cosines = torch.where(u > 0, 2**0.5 * cosines, cosines)
+    return (windows[:, None] * cosines).flatten(0, 1)
 
 
 class HashedBagOfWords(nn.Module):
