@@ -47,15 +47,15 @@ class PatchPoolVAE(nn.Module):
 
 
 class PatchDCTVAE(nn.Module):
-    """Stand-in for a VAE: low frequencies of overlapping patches.
+    """Stand-in for a VAE: the lowest frequencies of each patch of ``pool`` (frames, height, width).
 
-    A patch is ``pool`` = (frames, height, width). Frames of a patch are averaged. A picture is the
-    sum of windowed patches, each of which reaches half a patch into its neighbours, so that no
-    edges of patches show. The channels of each colour are the ``coefficients`` x ``coefficients``
-    lowest frequencies of the discrete cosine transform (Ahmed, Natarajan and Rao, 1974) that fit
-    the picture with the least squared error. They are scaled up with frequency, as amplitudes of
-    images fall with it. Sides that are no multiple of ``pool`` are padded by their last frame, line
-    or column; decoding returns whole patches.
+    Frames of a patch are averaged. Its ``coefficients`` x ``coefficients`` lowest frequencies of
+    the discrete cosine transform (Ahmed, Natarajan and Rao, 1974) are the channels of each colour,
+    scaled up with frequency, as amplitudes of images fall with it. Sides that are no multiple of
+    ``pool`` are padded by their last frame, line or column.
+
+    Decoding returns whole patches: a sum of cosines that reach half a patch into the neighbours,
+    which has these frequencies in each patch, and no edges of patches.
 
     Raises:
         ValueError: if a side of ``pool`` has fewer pixels than ``coefficients``.
@@ -63,6 +63,8 @@ class PatchDCTVAE(nn.Module):
 
     scale = 1.0
 
+    lines: Tensor
+    columns: Tensor
     weights: Tensor
 
     def __init__(
@@ -78,9 +80,12 @@ class PatchDCTVAE(nn.Module):
                 "as pixels of a side; change vae.pool or vae.coefficients"
             )
 
-        self.coefficients = coefficients
         self.channels = 3 * coefficients**2
         self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
+
+        for name, side in (("lines", self.pool[1]), ("columns", self.pool[2])):
+            cosines = _cosines(torch.arange(side) + 0.5, side, coefficients)
+            self.register_buffer(name, cosines, persistent=False)
 
         u = torch.arange(float(coefficients))
         frequency = torch.hypot(u[:, None], u)
@@ -88,34 +93,25 @@ class PatchDCTVAE(nn.Module):
         self.register_buffer("weights", weights[..., None, None, None], persistent=False)
 
     def encode(self, video: Tensor) -> Tensor:
-        pixels = self._padded(video).unflatten(2, (-1, self.pool[0])).mean(3)
-        _, h, w = self.latent_size(*video.shape[2:])
+        video = self._padded(video)
+        for dim, side in zip((2, 4, 6), self.pool, strict=True):
+            video = video.unflatten(dim, (-1, side))
 
-        count = self.coefficients
-        fit_lines = torch.linalg.pinv(_lapped_cosines(h, self.pool[1], count))
-        fit_columns = torch.linalg.pinv(_lapped_cosines(w, self.pool[2], count))
-        frequencies = torch.einsum(
-            "bcfyx,yhu,xwv->bcuvfhw",
-            pixels,
-            to_device(fit_lines.unflatten(1, (h, count)), pixels.device).to(pixels),
-            to_device(fit_columns.unflatten(1, (w, count)), pixels.device).to(pixels),
-        )
+        pixels = video.mean(3)  # [B, 3, f, h, pool height, w, pool width]
+        lines, columns = self.lines.to(pixels), self.columns.to(pixels)
+        frequencies = torch.einsum("bcfhywx,uy,vx->bcuvfhw", pixels, lines, columns)
+
+        frequencies = frequencies / (self.pool[1] * self.pool[2])
         return (frequencies * self.weights.to(pixels)).flatten(1, 3)
 
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
-        count = self.coefficients
+        count = len(self.lines)
         frequencies = latents.float().unflatten(1, (3, count, count))
         frequencies = frequencies / self.weights.to(frequencies)
-        h, w = frequencies.shape[-2:]
 
-        lines = to_device(_lapped_cosines(h, self.pool[1], count), latents.device).float()
-        columns = to_device(_lapped_cosines(w, self.pool[2], count), latents.device).float()
-        frames = torch.einsum(
-            "bcuvfhw,huy,wvx->bcfyx",
-            frequencies,
-            lines.unflatten(0, (h, count)),
-            columns.unflatten(0, (w, count)),
-        )
+        lines = _overlapping(latents.shape[3], self.lines).to(frequencies)
+        columns = _overlapping(latents.shape[4], self.columns).to(frequencies)
+        frames = torch.einsum("bcuvfhw,huy,wvx->bcfyx", frequencies, lines, columns)
         return frames.repeat_interleave(self.pool[0], dim=2)[:, :, :num_frames]
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -132,23 +128,34 @@ class PatchDCTVAE(nn.Module):
         return video
 
 
-def _lapped_cosines(patches: int, side: int, count: int) -> Tensor:
-    """Windowed cosines ``[patches * count, patches * side]``, float64, on the CPU.
+def _cosines(place: Tensor, side: int, count: int) -> Tensor:
+    """Cosines ``[..., count, places]`` at places ``[..., places]``, in pixels from a patch's start.
 
-    Beyond its patch, a cosine continues by its even symmetry. The windows sum to one everywhere.
+    Of mean square one, and orthogonal in the patch.
     """
-    place = torch.arange(patches * side, dtype=torch.float64) + 0.5
-    from_start = place - side * torch.arange(patches)[:, None]  # [patches, places]
+    u = torch.arange(count, device=place.device)[:, None]
+    cosines = torch.cos(torch.pi * u * place[..., None, :] / side)
+    return torch.where(u > 0, 2**0.5 * cosines, cosines)
+
+
+def _overlapping(patches: int, cosines: Tensor) -> Tensor:
+    """Smooth functions ``[patches, count, patches * side]``, float64, of cosines ``[count, side]``.
+
+    Each has one frequency of one patch, and none of those of the other patches.
+    """
+    count, side = cosines.shape
+    patch = torch.arange(patches, dtype=torch.float64, device=cosines.device)
+    place = torch.arange(patches * side, device=cosines.device) + 0.5
+    from_start = place - side * patch[:, None]
 
     distance = (from_start / side - 0.5).abs().clamp(max=1)
     windows = torch.cos(torch.pi / 2 * distance).square()
-    # The first and the last patch have no neighbour to share the border with.
+    # The first and the last patch share their outer half with no neighbour.
     windows = windows / windows.sum(0)
+    smooth = (windows[:, None] * _cosines(from_start, side, count)).flatten(0, 1)
 
-    u = torch.arange(count)[:, None]
-    cosines = torch.cos(torch.pi * u * from_start[:, None] / side)
-    cosines = torch.where(u > 0, 2**0.5 * cosines, cosines)
-    return (windows[:, None] * cosines).flatten(0, 1)
+    analysis = torch.block_diag(*[cosines.double() / side] * patches)
+    return torch.linalg.solve(smooth @ analysis.T, smooth).unflatten(0, (patches, count))
 
 
 class HashedBagOfWords(nn.Module):
