@@ -6,6 +6,7 @@ they are for at every start, also where a run resumes, and has to name the same 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,6 @@ from opensora_sp.checkpoint.adapters import (
     Base,
     adapter_files,
     base_digest,
-    warn_of_other_base,
 )
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
@@ -44,6 +44,8 @@ from opensora_sp.models.feature_dropout import FeatureDropout
 from opensora_sp.models.lora import add_lora, target_layers
 from opensora_sp.models.name_patterns import chosen, matches
 from opensora_sp.models.quantized import quantize_blocks
+
+logger = logging.getLogger(__name__)
 
 
 def choose_trained(model: nn.Module, cfg: TrainConfig) -> None:
@@ -133,34 +135,29 @@ def load_base(cfg: TrainConfig, module: ConditionedModel) -> LoraRun:
     with on_rank_0("reading the weights of load") as is_rank_0:
         if is_rank_0:
             sha256 = [base_digest(weights, layers)]
-            for adapters in start_of(cfg):
-                warn_of_other_base(weights, [adapters])
     dist.broadcast_object_list(sha256, src=0)
 
     load_model(weights, module, None)
     return LoraRun(layers, cfg.lora, Base(cfg.load, sha256[0]))
 
 
-def start_of(cfg: TrainConfig) -> list[Adapters]:
+def start_of(lora: Lora) -> list[Adapters]:
     """The adapters of ``lora.load``, of a run not the EMA; none where new ones are trained."""
-    if cfg.lora is None or cfg.lora.load is None:
-        return []
-    return [open_adapters(cfg.lora.load, ema=False)]
+    return [] if lora.load is None else [open_adapters(lora.load, ema=False)]
 
 
-def check_start(cfg: TrainConfig) -> None:
+def check_start(cfg: TrainConfig, lora: Lora) -> None:
     """Raise ValueError unless ``lora.load``, if set, are adapters as the config describes them."""
-    for adapters in start_of(cfg):
-        assert cfg.lora is not None
+    for adapters in start_of(lora):
         with torch.device("meta"):
             bare = cfg.model_spec.build()
         check_adapters(adapters, bare)
-        expected, layers = kind_of(cfg.lora), target_layers(bare, cfg.lora.targets)
+        expected, layers = kind_of(lora), target_layers(bare, lora.targets)
         differing = set(adapters.layers).symmetric_difference(layers)
         if adapters.kind != expected or differing or adapters.scale != 1:
             where = f"for {sorted(differing)[0]!r} in one of them alone, " if differing else ""
             raise ValueError(
-                f"got lora.load {cfg.lora.load!r}, whose {len(adapters.layers)} adapters have "
+                f"got lora.load {lora.load!r}, whose {len(adapters.layers)} adapters have "
                 f"{adapters.kind} and scale {adapters.scale:g}; expected {where}{len(layers)} "
                 f"layers of lora.targets, {expected} and scale 1; set rank, alpha, targets, "
                 "use_rslora and use_dora as in their adapter_config.json"
@@ -168,10 +165,14 @@ def check_start(cfg: TrainConfig) -> None:
 
 
 @torch.no_grad()
-def load_start(cfg: TrainConfig, module: nn.Module) -> None:
-    """Copy the adapters of ``lora.load``, if set, into a model that has new ones."""
+def load_start(run: LoraRun, module: nn.Module) -> None:
+    """Copy the checked adapters of ``lora.load``, if set, into a model that has new ones."""
     parameters = dict(module.named_parameters())
-    for adapters in start_of(cfg):
+    for adapters in start_of(run.settings):
+        theirs = adapters.base
+        if theirs is not None and theirs.sha256 != run.base.sha256:
+            message = "lora.load %s was trained on other weights (%s) of this model than %s"
+            logger.warning(message, adapters.path, theirs.name, run.base.name)
         for name, stored in adapters.weights.tensors.items():
             parameters[name].copy_(stored.read())
 
