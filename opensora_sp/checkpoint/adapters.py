@@ -92,7 +92,6 @@ class Adapters:
     """Opened adapters; none of their tensors are read yet.
 
     Attributes:
-        path: of their folder.
         weights: A ``[rank, in]`` and B ``[out, rank]``, as "<layer>.lora_A.default.weight", the
             names of a model's parameters; with DoRA also the norms ``[out]``.
         kind: rank and scale.
@@ -187,6 +186,7 @@ def parse_source(text: str) -> tuple[str, float]:
         ValueError: for a scale that is no finite number, or beyond ``MAX_SCALE``.
     """
     path, _, number = text.rpartition(":")
+    # A file may have a colon in its name.
     if not path or Path(text).exists():
         return text, 1.0
     try:
@@ -399,6 +399,7 @@ def base_digest(weights: Weights, layers: Iterable[str]) -> str:
     that conversions change. It reads these weights once: a few seconds for a model of 1 B.
     """
     hashed = hashlib.sha256()
+    # Sorted: adapters list their layers in any order.
     for layer in sorted(layers):
         rounded = _weight_of(weights, layer).read().to(torch.bfloat16)
         hashed.update(layer.encode() + b"\0")

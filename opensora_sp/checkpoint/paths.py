@@ -135,6 +135,7 @@ def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     checkpoint = newest_checkpoint(path)
     if checkpoint is not None:
         part = checkpoint / ("ema" if ema else "model")
+        # Their tensors fit no model by name, which would be reported as a model that differs.
         _refuse_adapters(part, name)
         return part
 

@@ -121,6 +121,8 @@ def compared_clips(cfg: TrainConfig, dataset: TrainingSet) -> dict[str, str]:
     """Digests of the clips, by the name of what they summarize, which all ranks must have alike."""
     clips = by_name(dataset.fingerprint)
     if isinstance(dataset, CachedFeatures):
+        # The captions' lengths and clips of a cache come from its index, which hosts may have
+        # copied.
         clips["index of dataset.path"] = dataset.index_digest
     heldout = heldout_clips(cfg)
     if heldout is not None:
@@ -134,6 +136,7 @@ def check_resume(
     """Raise ValueError if resuming would change data order or draws; warn of another loss."""
     cfg, state, plan = _resumed(cfg, checkpoint, dataset)
     if state["loss_weight"] != cfg.loss_weight:
+        # No error: data and draws stay the same, and some change it on purpose.
         message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
         logger.warning(message, cfg.loss_weight, state["loss_weight"], checkpoint)
 

@@ -7,6 +7,7 @@ they are for at every start, also where a run resumes, and has to name the same 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,6 @@ from opensora_sp.checkpoint.adapters import (
 )
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import ema_decay
 from opensora_sp.config.optimizer_options import Optimizer
 from opensora_sp.config.sections import Lora
 from opensora_sp.data.randomness import generator
@@ -134,6 +134,7 @@ def load_base(cfg: TrainConfig, module: ConditionedModel) -> LoraRun:
     sha256 = [""]
     with on_rank_0("reading the weights of load") as is_rank_0:
         if is_rank_0:
+            # By one rank: all would read the whole file.
             sha256 = [base_digest(weights, layers)]
     dist.broadcast_object_list(sha256, src=0)
 
@@ -260,6 +261,49 @@ def check_same_state(cfg: TrainConfig, saved: dict[str, Any], checkpoint: Path) 
         )
 
 
+# Learning rate and EMA decay: functions of the step alone, so that resuming needs no state
+
+
+def learning_rate(cfg: TrainConfig, step: int) -> float:
+    """Learning rate of a step, counted from 0: linear warm-up, then ``cfg.lr_schedule``.
+
+    Warm-up reaches ``optimizer.lr`` after ``warmup_steps``, as Open-Sora's does. Linear and cosine
+    decay then go down to zero at ``max_steps``.
+    """
+    warm = min(1.0, (step + 1) / (cfg.warmup_steps + 1))
+    if cfg.lr_schedule == "constant":
+        return cfg.optimizer.lr * warm
+    progress = max(0, step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    if cfg.lr_schedule == "linear":
+        return cfg.optimizer.lr * warm * (1 - progress)
+    return cfg.optimizer.lr * warm * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def ema_decay(decay: float, step: int, *, warmup: bool) -> float:
+    """EMA decay of a step, counted from 0; see ``ema_warmup`` in ``TrainConfig``."""
+    return min(decay, (1 + step) / (10 + step)) if warmup else decay
+
+
+def describe_schedule(cfg: TrainConfig) -> list[str]:
+    """Optimizer, learning rate and EMA weights, for the log and the plan."""
+    optimizer, rate = cfg.optimizer, f"{cfg.optimizer.lr:.3g}"
+    moments = ", ".join(optimizer.moments) or "no moments"
+
+    end = f"step {cfg.max_steps}" if cfg.max_steps else f"the end of epoch {cfg.epochs}"
+    if cfg.lr_schedule == "constant":
+        after = f"constant at {rate}"
+    else:
+        after = f"{cfg.lr_schedule} decay from {rate} to 0 at {end}"
+    warmup = f"{cfg.warmup_steps} steps of warm-up, then " if cfg.warmup_steps else ""
+
+    growing = f" (growing from {ema_decay(cfg.ema_decay, 0, warmup=True):.3g})"
+    return [
+        f"optimizer: {optimizer.type} ({moments}), weight decay {optimizer.weight_decay:g}",
+        f"learning rate: {warmup}{after}",
+        f"EMA weights: decay {cfg.ema_decay:g}{growing if cfg.ema_warmup else ''}",
+    ]
+
+
 # EMA weights
 
 
@@ -288,6 +332,8 @@ class ShardedEma:
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
         for name, shard in master_weights.items():
+            # By the buffer, since an average for each of hundreds of shards would be as many
+            # kernels.
             buffer = shard if shard._base is None else shard._base
             if id(buffer) not in self._buffers:
                 self._buffers[id(buffer)] = buffer, buffer.detach().clone()
@@ -304,6 +350,8 @@ class ShardedEma:
             taken: whether the step was taken, a boolean ``[]`` on the device of the weights. A step
                 that was skipped leaves the average as it is. The host does not wait for it.
         """
+        # A factor of 0 in place of a branch: whether the step was taken is known on the device
+        # alone.
         weight = (1 - ema_decay(self.decay, step, warmup=self.warmup)) * taken
         for buffer, average in self._buffers.values():
             average.lerp_(buffer, weight.to(average.dtype))

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels
@@ -50,13 +49,7 @@ from .metrics import Reporter
 from .profiling import StepProfiler, Steps
 from .step import DelayedResults, TrainingStep
 from .step_log import Meter, StepLog, known_peak
-from .summary import (
-    RunSetup,
-    conclude,
-    log_setup,
-    write_sampling_config,
-    write_summary,
-)
+from .summary import RunSetup, conclude, log_setup, write_sampling_config, write_summary
 from .sync_check import SyncCheck
 from .trainable import (
     DropoutDraws,
@@ -65,6 +58,7 @@ from .trainable import (
     check_base,
     choose_trained,
     initial_weights,
+    learning_rate,
     load_base,
     load_start,
     make_optimizer,
@@ -174,6 +168,7 @@ class Trainer:
             stopped = results.asked_to_stop and done < cfg.max_steps
 
             if saves or logs or stopped:
+                # Also with a checkpoint, so that a resumed run continues its curves from there.
                 log.write(reporter, done)
             reporter.step(done)
             if saves or stopped:
@@ -345,13 +340,7 @@ class Trainer:
         )
 
         self.log = StepLog(
-            cfg,
-            meter,
-            self.work,
-            self.loader,
-            self.corrupt,
-            self.optimizer,
-            self.skipped,
+            cfg, meter, self.work, self.loader, self.corrupt, self.optimizer, self.skipped
         )
         self.setup = RunSetup(cfg, mesh, self.tensors, self.dataset, self.plan)
 
