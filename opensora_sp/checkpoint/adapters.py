@@ -275,6 +275,7 @@ def _kind(config: Any, folder: Path) -> AdapterKind:
             "as --ckpt"
         )
     try:
+        # Rank-stabilised LoRA (Kalajdzievski, 2023), which peft writes with the same keys.
         kind = AdapterKind(
             rank=int(config["r"]),
             alpha=float(config["lora_alpha"]),

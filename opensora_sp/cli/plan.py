@@ -208,6 +208,11 @@ def _details(estimate: BatchEstimate) -> list[str]:
     ]
     if kept.master_weights:
         entries.append(f"blocks: {memory.describe()}")
+    if (steps := estimate.steps) is not None:
+        sent = sum(steps.sent) / len(steps.sent) / 1e6
+        entries.append(
+            f"steps: {steps.description}; together {steps.seconds:.3g} s and {sent:,.1f} MB sent"
+        )
     if estimate.sampling is not None:
         entries.append(f"with the encoders: {estimate.sampling.describe()}")
     return ["", *chain.from_iterable(map(_wrapped, entries))]

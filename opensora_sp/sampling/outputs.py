@@ -32,7 +32,7 @@ from opensora_sp.parallel import SequenceMesh
 from .contact_sheet import drawable, shown_frames, write_contact_sheet
 from .decoding import writer_of
 from .pipeline import Pipeline
-from .requests import Request
+from .requests import Request, steps_of_video
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +239,11 @@ def facts_of(
         facts["lora"] = cfg.lora
     if request.inputs:
         facts["inputs"] = {name: str(path) for name, path in request.inputs.items()}
+    steps = steps_of_video(cfg, request.shape)
+    for name in ("computed", "guided"):
+        numbers = [i for i, step in enumerate(steps) if getattr(step, name)]
+        if len(numbers) < len(steps):
+            facts[f"{name}_steps"] = numbers
     if request.digests:
         facts[DIGESTS] = dict(request.digests)
 

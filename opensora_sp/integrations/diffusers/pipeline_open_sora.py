@@ -217,6 +217,8 @@ class OpenSoraPipeline(AdapterMethods, Base):
         output_type: str = "pil",
         *,
         negative_prompt: str | Sequence[str] | None = None,
+        guidance_interval: tuple[float, float] | None = None,
+        cache_threshold: float | None = None,
         fps: float = 24.0,
         latents: Tensor | None = None,
         return_dict: bool = True,
@@ -236,6 +238,8 @@ class OpenSoraPipeline(AdapterMethods, Base):
                 after each step; may return other latents in such a dict.
             output_type: "pil", "np" or "pt" (``as_output``), or "latent".
             negative_prompt: by default no caption.
+            guidance_interval, cache_threshold: by default as in the scheduler's config, which has
+                the ``cache_curve``; see ``SamplingOptions``.
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
@@ -249,7 +253,12 @@ class OpenSoraPipeline(AdapterMethods, Base):
             )
         texts = texts_of(prompt)
         images = [frame_of(given) for given in one_each("image", image, len(texts))]
-        flow = self._flow(num_inference_steps, guidance_scale)
+        flow = self._scheduler().flow_of(
+            num_inference_steps,
+            guidance_scale,
+            guidance_interval=guidance_interval,
+            cache_threshold=cache_threshold,
+        )
         # What a sampling config refuses, a call refuses in the same words.
         cfg = self._config(
             flow,
@@ -280,14 +289,14 @@ class OpenSoraPipeline(AdapterMethods, Base):
         self.maybe_free_model_hooks()
         return OpenSoraPipelineOutput(frames=frames) if return_dict else (frames,)
 
-    def _flow(self, num_inference_steps: int | None, guidance_scale: float | None) -> RectifiedFlow:
+    def _scheduler(self) -> OpenSoraScheduler:
         if not isinstance(self.scheduler, OpenSoraScheduler):
             raise ValueError(
                 f"got the scheduler {type(self.scheduler).__name__}; expected OpenSoraScheduler, "
                 "whose timesteps depend on the videos' size; set pipeline.scheduler = "
                 "OpenSoraScheduler.of(dict(use_timestep_transform=True))"
             )
-        return self.scheduler.flow_of(num_inference_steps, guidance_scale)
+        return self.scheduler
 
     def _kind_of_conditioning(self, images: Sequence[Any]) -> str | None:
         takes_frames = getattr(self.transformer.config, "use_cond", False)
