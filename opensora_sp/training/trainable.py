@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,16 @@ class DropoutDraws:
         modules = module.modules()
         self.layers = [module for module in modules if isinstance(module, FeatureDropout)]
         self.weight = next(p for p in module.parameters() if p.requires_grad)
+
+    @contextmanager
+    def dropped(self, micro_batch: int) -> Iterator[None]:
+        """Drop features in forward and backward of a micro-batch, not in validation after it."""
+        self.draw(micro_batch)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.kept = None
 
     def draw(self, micro_batch: int) -> None:
         """Set the features that the micro-batch of this number keeps."""
