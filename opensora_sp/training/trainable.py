@@ -29,12 +29,7 @@ from opensora_sp.checkpoint import (
     open_adapters,
     open_weights,
 )
-from opensora_sp.checkpoint.adapters import (
-    AdapterKind,
-    Base,
-    adapter_files,
-    base_digest,
-)
+from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, base_digest
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.optimizer_options import Optimizer
