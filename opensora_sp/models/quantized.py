@@ -1,7 +1,7 @@
 """Int8 weights of frozen linear layers, by torchao, for the training of adapters.
 
-A weight ``[out, in]`` becomes int8 numbers and a float32 scale for each row. The product is that of
-the dequantised weight, in plain torch on any device. It saves the int8 weight for backward.
+A weight ``[out, in]`` becomes int8 numbers and a float32 scale for each row. Products
+take the dequantised weight, in plain torch on any device, and save the int8 one for backward.
 """
 
 from __future__ import annotations
