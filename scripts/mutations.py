@@ -167,8 +167,8 @@ MUTATIONS = [
     Mutation(
         "a scale of LoRA that backward ignores",
         "opensora_sp/models/adapted_linear.py",
-        "down = self.scaling[name] * a(x)",
-        "down = a(x) + (self.scaling[name] - 1) * a(x).detach()",
+        "down = self.scaling[name] * F.linear(x, columns)",
+        "down = (y := F.linear(x, columns)) + (self.scaling[name] - 1) * y.detach()",
         ("tests/unit/test_adapters.py::test_no_linear_layer_leaves_its_adapter_out",),
     ),
     Mutation(
