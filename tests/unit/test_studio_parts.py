@@ -26,7 +26,7 @@ from runs import ROOT
 from safetensors.torch import save_file
 from studio_runs import log_step, write_run
 
-from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
+from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, name_on_disk
 from opensora_sp.cli import main
 from opensora_sp.common.files import shipped_models
 from opensora_sp.config import load_inference_config
@@ -373,7 +373,7 @@ def write_adapters(trained: Path, folder: Path) -> Path:
     drawn = {name_on_disk(name): one.data for name, one in parameters if one.requires_grad}
     folder.mkdir()
     save_file(drawn, folder / "adapter_model.safetensors")
-    about = adapter_files(list(lora_layers(model)), rank=2, alpha=4.0, base=Base("base", "1"))
+    about = adapter_files(list(lora_layers(model)), AdapterKind(2, 4.0), Base("base", "1"))
     for name, data in about.items():
         (folder / name).write_bytes(data)
     return folder
