@@ -71,7 +71,6 @@ class Adapters:
     """Opened adapters; none of their tensors are read yet.
 
     Attributes:
-        path: of their folder.
         weights: A ``[rank, in]`` and B ``[out, rank]``, as "<layer>.lora_A.default.weight", the
             names of a model's parameters.
         scaling: alpha / rank.

@@ -191,11 +191,7 @@ def local_path(source: str | Path, subfolder: str = "", **options: Any) -> Path:
 # A run opens its weights more than once: each time the same commit.
 @lru_cache(maxsize=16)
 def fetch(
-    name: HubName,
-    *,
-    kind: Kind = WEIGHTS,
-    allow_pickle: bool = False,
-    more: tuple[str, ...] = (),
+    name: HubName, *, kind: Kind = WEIGHTS, allow_pickle: bool = False, more: tuple[str, ...] = ()
 ) -> Path:
     """The path in the cache of weights on the hub: a file, or a folder with ``config.json``.
 

@@ -47,10 +47,8 @@ class Weights:
     """Opened weights.
 
     Args:
-        path: of the file or folder.
         format: for the log, such as "3 shards, safetensors".
         config: ``config.json`` with them, if there is one.
-        tensors: by name, none of them read yet.
         notes: what was unwrapped or converted, for the log.
         metadata: of the header of a safetensors file, or of an index.
     """

@@ -24,10 +24,7 @@ class Strict(BaseModel):
     """Base of all sections; unknown keys are errors."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
+        extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
 
 

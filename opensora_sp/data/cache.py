@@ -118,7 +118,6 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
     ``Sample.frames`` count latent frames here, each of which can be read by itself.
 
     Args:
-        path: the folder.
         extra: further inputs of the model, which the cache was made with.
 
     Attributes:

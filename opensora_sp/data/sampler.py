@@ -196,7 +196,6 @@ class RankBatches:
     """Sampler of one rank: the requests of its micro-batches, step by step.
 
     Args:
-        start, stop: steps.
         request_of: the request of a micro-batch; by default for all of its samples.
     """
 

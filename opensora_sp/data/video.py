@@ -24,7 +24,7 @@ import numpy as np
 
 from opensora_sp.common.files import atomic_write, open_regular
 
-from .limits import DEFAULT_BUDGET, Budget, Limits
+from .limits import DEFAULT_BUDGET, DEFAULT_LIMITS, Budget, Limits
 from .media_checks import FIRST_BOXES, JPEG, PNG, check_boxes, why_invalid, without_metadata
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
@@ -169,14 +169,19 @@ class Probed:
     fps: float | None
 
 
-def probe(path: str | Path, budget: Budget = DEFAULT_BUDGET) -> Probed:
+def probe(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Probed:
     """Probe a file: its first frame is decoded, the others are counted.
 
     Raises:
         ValueError: if it holds no frame, or is larger than the limits.
-        OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes too
-            long.
+        OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes more
+            than ``limits.seconds``.
     """
+    budget = Budget.of(limits.seconds, limits)
+    return budget.run(partial(_probe, path, budget))
+
+
+def _probe(path: str | Path, budget: Budget) -> Probed:
     with _opened(path, budget) as (container, stream):
         first = next(_decoded(container, stream, budget), None)
         if first is None:
@@ -355,12 +360,14 @@ def _upright(frame: Any) -> np.ndarray:
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
-def read_frames(path: str | Path, budget: Budget = DEFAULT_BUDGET) -> np.ndarray:
+def read_frames(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> np.ndarray:
     """All frames of a video, or the one of an image.
 
     Raises:
-        ValueError: if the file holds none, is larger than the limits, or cannot be decoded in time.
+        ValueError: if the file holds none, is larger than the limits, or cannot be decoded within
+            ``limits.seconds``.
     """
+    budget = Budget.of(limits.seconds, limits)
     try:
         return budget.run(partial(_read_frames, path, budget))
     except UNREADABLE as error:

@@ -147,9 +147,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``[B, c_in, f, H, W]`` -> ``[B, c_out, T, H, W]``: the encoder's levels from the last to the
-    first.
-    """
+    """``[B, c_in, f, H, W]`` -> ``[B, c_out, T, H, W]``: the levels of the encoder in reverse."""
 
     def __init__(
         self,
@@ -243,7 +241,5 @@ class TemporalVAE(nn.Module):
         return self.moments(x).chunk(2, dim=1)[0]
 
     def decode(self, z: Tensor, *, num_frames: int) -> Tensor:
-        """``[B, c, f, H, W]`` -> ``[B, c, num_frames, H, W]``, if f is what ``num_frames`` frames
-        are encoded to.
-        """
+        """``[B, c, f, H, W]``, of ``num_frames`` frames, -> ``[B, c, num_frames, H, W]``."""
         return self.decoder(self.post_quant_conv(z))[:, :, -num_frames % self.time_factor :]

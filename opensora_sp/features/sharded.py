@@ -340,7 +340,7 @@ class ShardedEncoder:
     def _fill(self, assignment: Assignment, received: list[Payload], features: Features) -> None:
         """Write received payloads into ``features``."""
         positions = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
-        numbers = to_device(assignment.delivery.place, self.device)
+        numbers = to_device(assignment.delivery.unpack, self.device)
         # Each position is received once, so the order of senders does not matter.
         positions[numbers] = torch.cat([payload.latents for payload in received])
 

@@ -256,14 +256,14 @@ def _sdpa_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def traced_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
     aten = torch.ops.aten
     obstacle = flash_obstacle(Sequences(q.dtype, q.shape[-1]), Platform(HOPPER))
-    if obstacle is None and mask is None:
+    if obstacle is None:
         return aten._scaled_dot_product_flash_attention(q, k, v)[0]
     keep_sums = torch.is_grad_enabled()
-    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, keep_sums)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep_sums)[0]
 
 
 def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -115,10 +115,7 @@ class Recompute:
     preserve_rng: bool = False
 
     def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        context_fn: Callable[[], Pair] | None = None,
+        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Pair] | None = None
     ) -> Any:
         """``function(*args)``, of which backward recomputes what this level does not keep.
 

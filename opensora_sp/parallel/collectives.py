@@ -60,7 +60,7 @@ def all_to_all(
 
 
 _SCHEMA = (
-    "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, "
+    "(Tensor tokens, Tensor pack, Tensor unpack, int[] send, int[] recv, str group, str kind, "
     "bool backward) -> Tensor"
 )
 
@@ -68,7 +68,7 @@ _SCHEMA = (
 def _exchange_now(
     tokens: Tensor,
     pack: Tensor,
-    place: Tensor,
+    unpack: Tensor,
     send: list[int],
     recv: list[int],
     group: str,
@@ -76,7 +76,7 @@ def _exchange_now(
     backward: bool,
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in
-    place; in recomputation the result that ``Received`` has kept.
+    its order; in recomputation the result that ``Received`` has kept.
     """
 
     def send_and_receive() -> Tensor:
@@ -86,7 +86,7 @@ def _exchange_now(
         # Splits of an all-to-all are contiguous, so tokens are ordered by receiver first.
         packed = tokens.index_select(0, pack)
         received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
-        return torch.empty_like(received).index_copy_(0, place, received)
+        return torch.empty_like(received).index_copy_(0, unpack, received)
 
     return _entered[-1].result_of(send_and_receive) if _entered else send_and_receive()
 
@@ -96,9 +96,9 @@ _exchange = torch.library.custom_op(
 )
 
 
-def _exchange_fake(tokens: Tensor, pack: Tensor, place: Tensor, *_: Any) -> Tensor:
+def _exchange_fake(tokens: Tensor, pack: Tensor, unpack: Tensor, *_: Any) -> Tensor:
     def allocate() -> Tensor:
-        return tokens.new_empty(len(place), *tokens.shape[1:])
+        return tokens.new_empty(len(unpack), *tokens.shape[1:])
 
     # Meta tensors, as of the planner, are kept; fake ones belong to a compiler.
     is_kept = _entered and type(tokens) is Tensor
@@ -109,16 +109,16 @@ _exchange.register_fake(_exchange_fake)
 
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, pack, place, *ctx.others = inputs
-    ctx.save_for_backward(pack, place)
+    _, pack, unpack, *ctx.others = inputs
+    ctx.save_for_backward(pack, unpack)
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
-    pack, place = ctx.saved_tensors
+    pack, unpack = ctx.saved_tensors
     send, recv, group, kind, backward = ctx.others
     # Recorded as backward, unless this is the backward of a backward.
-    back = _exchange(grad.contiguous(), place, pack, recv, send, group, kind, not backward)
+    back = _exchange(grad.contiguous(), unpack, pack, recv, send, group, kind, not backward)
     return back, *[None] * 7
 
 
@@ -166,23 +166,15 @@ _entered: list[Received] = []
 
 
 def exchange(
-    tokens: Tensor,
-    plan: ExchangePlan,
-    group: dist.ProcessGroup,
-    *,
-    kind: str = "switch",
-    reverse: bool = False,
+    tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str = "switch"
 ) -> Tensor:
     """Exchange entries ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by
     this rank's plan.
 
-    ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
+    ``kind`` is what a ``CommLedger`` files it under.
     """
-    there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
-    back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
-    exchanged: Tensor = _exchange(
-        tokens, *(back if reverse else there), group.group_name, kind, reverse
-    )
+    indices = plan.pack, plan.unpack, plan.send_splits, plan.recv_splits
+    exchanged: Tensor = _exchange(tokens, *indices, group.group_name, kind, False)
     return exchanged
 
 

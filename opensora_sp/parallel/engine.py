@@ -17,18 +17,17 @@ from .input_check import InputCheck
 from .mesh import SequenceMesh
 from .options import Options
 from .shard_plan import ShardPlan
-from .strategies.choice import registered_strategies, strategy_for, with_chunks
+from .strategies import registered_strategies, strategy_for, with_chunks
 from .strategies.heads import SplitAttention
 from .strategies.rows import SwitchRows
 from .strategies.strategy import (
-    Attend,
+    AttendFn,
+    AttentionFn,
     Block,
-    EnterRows,
     Function,
-    Segment,
-    SelfAttention,
+    ShardFn,
     Strategy,
-    Switch,
+    SwitchFn,
     Tensors,
 )
 from .strategies.token_exchange import BranchSwitch
@@ -160,24 +159,24 @@ class SequenceParallel:
         finally:
             self._output = outer
 
-    def shard(self, local: EnterRows, grid: Grid) -> Rows:
+    def shard(self, local: ShardFn, grid: Grid) -> Rows:
         """The rows that this rank holds where tokens enter."""
         # A single rank needs no operator to find that it holds all rows.
         if self.mesh.sp_size == 1:
             return local(grid)
         return self.strategy(grid).shard(local, grid)
 
-    def switch(self, local: Switch, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: SwitchFn, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return self._strategy_at(rows, x).switch(local, x, rows)
 
     def self_attention(
-        self, local: SelfAttention, x: Tensor, rows: Rows, precomputed: Any = None, *, block: Block
+        self, local: AttentionFn, x: Tensor, rows: Rows, precomputed: Any = None, *, block: Block
     ) -> Tensor:
         return self._strategy_at(rows, x).self_attention(local, x, rows, precomputed, block)
 
     def attend(
         self,
-        local: Attend,
+        local: AttendFn,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -189,10 +188,10 @@ class SequenceParallel:
         return self._strategy_at(rows, q).attend(local, q, k, v, rows, groups, block)
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         strategy = self._strategy_at(rows, args[0])
-        return strategy.segment(local, function, rows, *args, recompute=recompute, last=last)
+        return strategy.segment(local, part, rows, *args, recompute=recompute, last=last)
 
     def tokenwise(
         self,

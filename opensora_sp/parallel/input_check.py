@@ -58,11 +58,7 @@ class InputCheck:
     """
 
     def __init__(
-        self,
-        mesh: SequenceMesh,
-        options: Any,
-        plan: Any,
-        strategies: Callable[[], list[str]],
+        self, mesh: SequenceMesh, options: Any, plan: Any, strategies: Callable[[], list[str]]
     ) -> None:
         self.mesh, self._strategies = mesh, strategies
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}

@@ -15,7 +15,7 @@ Windows are any ``Partition`` of a frame's patches; they may differ in size.
 
 Turning one layout into another is a fixed exchange: from the sizes alone every rank computes which
 entries it sends to whom (``send_splits``, in the order ``pack``) and where those it receives belong
-(``recv_splits``, ``place``).
+(``recv_splits``, ``unpack``).
 
 Legend: b samples, t frames, s patches of a frame, w windows of a frame, p patches of a window, h
 heads.
@@ -88,11 +88,11 @@ class ExchangePlan:
     """One rank's send and receive indices for converting a batch from one layout to another.
 
     It sends ``entries[pack]``, split by ``send_splits``. What it receives, ordered by sender and
-    split by ``recv_splits``, is written to ``result[place]``.
+    split by ``recv_splits``, is written to ``result[unpack]``.
     """
 
     pack: Tensor
-    place: Tensor
+    unpack: Tensor
     send_splits: list[int]
     recv_splits: list[int]
 
@@ -130,7 +130,7 @@ def plan_exchange(
 
     Every rank's range in the layout ``source`` may be sent in several chunks, one all-to-all each.
     They are cut between rows (entries that differ only in the last axis). The plan is for one
-    ``chunk``: ``pack`` indexes into the chunk, and ``place`` covers a part of the result. Plans are
+    ``chunk``: ``pack`` indexes into it, and ``unpack`` covers a part of the result. Plans are
     cached.
 
     Raises:
@@ -156,7 +156,7 @@ def plan_exchange(
     return ExchangePlan(
         # Stable: the receiver sorts what arrives by the sender's order, without being sent indices.
         pack=to_device(torch.argsort(receiver, stable=True), torch.device(device)),
-        place=to_device(mine[order], torch.device(device)),
+        unpack=to_device(mine[order], torch.device(device)),
         send_splits=torch.bincount(receiver, minlength=num_ranks).tolist(),
         recv_splits=torch.bincount(piece[mine] // num_chunks, minlength=num_ranks).tolist(),
     )
@@ -177,14 +177,14 @@ def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -
         made: for each rank the indices of the entries it has, int64, in its own order.
         wanted: for each rank the entries it needs, bool ``[all entries]``; several ranks may need
             the same entry, or none.
-        rank: the rank to plan for. ``pack`` indexes its own entries; ``place`` has the indices of
+        rank: the rank to plan for. ``pack`` indexes its own entries; ``unpack`` has the indices of
             those it receives.
     """
     sent = [receiver_mask[made[rank]].nonzero().flatten() for receiver_mask in wanted]
     arriving = [entries[wanted[rank][entries]] for entries in made]
     return ExchangePlan(
         pack=torch.cat(sent),
-        place=torch.cat(arriving),
+        unpack=torch.cat(arriving),
         send_splits=[len(entries) for entries in sent],
         recv_splits=[len(entries) for entries in arriving],
     )
@@ -202,15 +202,14 @@ def plan_heads(
     Args:
         num_heads: heads of all samples.
         counts: the tokens of each rank.
-        rank: the rank to plan for.
     """
     heads, total = balanced_sizes(num_heads, len(counts)), sum(counts)
     starts = [0, *accumulate(counts)]
     everything = torch.arange(heads[rank] * total).view(heads[rank], total)
-    place = [everything[:, start:stop].flatten() for start, stop in pairwise(starts)]
+    unpack = [everything[:, start:stop].flatten() for start, stop in pairwise(starts)]
     return ExchangePlan(
         pack=to_device(torch.arange(num_heads * counts[rank]), torch.device(device)),
-        place=to_device(torch.cat(place), torch.device(device)),
+        unpack=to_device(torch.cat(unpack), torch.device(device)),
         send_splits=[count * counts[rank] for count in heads],
         recv_splits=[heads[rank] * count for count in counts],
     )

@@ -95,13 +95,13 @@ class InFlightSwitch:
         # concatenated.
         tokens = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
         for plan, part in zip(self._plans, parts, strict=True):
-            tokens.index_copy_(0, plan.place, part)
+            tokens.index_copy_(0, plan.unpack, part)
         return tokens
 
     def send_gradient(self, grad: Tensor) -> None:
         # The last chunk's gradient is used first.
         for chunk, plan in reversed(list(enumerate(self._plans))):
-            packed = grad.index_select(0, plan.place)
+            packed = grad.index_select(0, plan.unpack)
             self._start(chunk, packed, plan.recv_splits, plan.send_splits, backward=True)
             # Without overlap, gradients have arrived before anything is recomputed.
             if not self._overlap_backward:

@@ -21,17 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from opensora_sp.models.registry import (
-    REFERENCE,
-    REFERENCE_PRESET,
-    model_class,
-    resolve_config,
-)
+from opensora_sp.models.registry import REFERENCE, REFERENCE_PRESET, model_class, resolve_config
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import preset_of
 from opensora_sp.parallel.options import Options
-from opensora_sp.runtime.cost_model_file import device_name
+from opensora_sp.runtime.cost_models import device_name, preset_of
 
 from .seconds import ModelCosts, seconds_of
 from .trace import step_inputs
@@ -47,9 +41,6 @@ def calibrate(device: torch.device) -> CostModel:
     """Measure this process's device, and its links to the other ranks. Collective.
 
     Layers are as wide as ``CPU_WIDTH`` on a CPU, and as STDiT3-XL/2 on a GPU.
-
-    Args:
-        device: of this rank.
 
     Returns:
         The rates of rank 0, on all ranks. A link that there is not has its preset's rates.
@@ -223,9 +214,7 @@ class _Measurement:
 
 
 def fitted_link(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Bytes per second and latency of a link, by the line through ``seconds`` over bytes that has
-    the least relative errors.
-    """
+    """Bytes per second and latency of a link: the line of the least relative errors."""
     per_byte, latency = np.polyfit(sent, seconds, 1, w=1 / np.asarray(seconds))
     fastest = max(num_bytes / taken for num_bytes, taken in zip(sent, seconds, strict=True))
     # Noise may tilt the line the other way.

@@ -20,10 +20,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from opensora_sp.config import TrainConfig
+from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.parallel.cost_model import CostModel
 
-from .batches import BatchSpec, batches_by_name
 from .bucket_levels import ranks_of_bucket
 from .memory import memory_for
 from .run_estimator import Estimate, Memory, RunEstimator
@@ -114,7 +114,7 @@ def fit(
             f"got --largest-batch {largest_batch}; expected at least 1; pass the clips of a batch "
             "that are never to be exceeded"
         )
-    batches = batches_by_name(cfg)
+    batches = cfg.batches()
     chosen = list(batches) if names is None else list(names)
 
     buckets, lacking = {}, {}
@@ -180,9 +180,7 @@ class _Bucket:
 
     @cached_property
     def times(self) -> Times:
-        """Seconds of the shortest batch, which recomputes no more than it has to, and of the
-        largest one.
-        """
+        """Seconds of the shortest batch, which recomputes little, and of the largest one."""
         levels = self.estimator.lowest_levels[0]
         if self.estimator.checkpointing == "auto":
             levels = [EVERYTHING]

@@ -14,7 +14,7 @@ from torch import Tensor
 from opensora_sp.config.sections import Lora
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models.extra_inputs import extra_shapes
-from opensora_sp.models.kernels import Kernels, using_kernels
+from opensora_sp.models.kernels.fused import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora, targets_of_any_block
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize

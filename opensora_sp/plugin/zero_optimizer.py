@@ -305,11 +305,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             self._loss_scale.update(~finite)
         return bool(finite)
 
-    def clip_grad_by_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-    ) -> Tensor:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the next ``step`` to a global norm; return the norm before.
 
         ColossalAI's method clips the gradients of the fp32 master weights, which do not exist

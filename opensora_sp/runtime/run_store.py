@@ -165,11 +165,7 @@ class RunStore:
     """
 
     def __init__(
-        self,
-        rank: int,
-        place: Place,
-        launch_store: dist.Store,
-        server: dist.TCPStore | None = None,
+        self, rank: int, place: Place, launch_store: dist.Store, server: dist.TCPStore | None = None
     ) -> None:
         self.rank, self.world_size = rank, len(place.processes)
         self.place, self.launch_store = place, launch_store

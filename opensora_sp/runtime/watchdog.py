@@ -45,13 +45,7 @@ from .collective_recorder import CollectiveRecorder, location_of_thread, stack_o
 from .processes import SignalHandler, exiting_after, is_alive, launchers
 from .rendezvous import JOIN_TIMEOUT, first_line, join_timeout
 from .run_store import PROCESS_ENDED, PROPAGATION_TIMEOUT, Heartbeat, RunStore
-from .timeouts import (
-    COLLECTIVE_TIMEOUT,
-    INTERVAL,
-    CollectiveTimeout,
-    PeerTimeout,
-    backend_timeout,
-)
+from .timeouts import COLLECTIVE_TIMEOUT, INTERVAL, CollectiveTimeout, PeerTimeout, backend_timeout
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit

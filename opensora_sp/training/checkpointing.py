@@ -66,11 +66,9 @@ class TrainingState:
     """The tensors of a run.
 
     Args:
-        module: the bare model.
         fixed: its frozen parameters and buffers, as they were before the cast to the training's
             precision.
         shards: trainable weights and optimizer state.
-        ema: EMA weights.
         lora: of a run that trains adapters; then nothing is ``fixed``, since the weights that they
             are for are not saved.
     """

@@ -26,7 +26,8 @@ from opensora_sp.config import TrainConfig
 from .trackers import TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
 
 logger = logging.getLogger(__name__)
-RANKS = "ranks.jsonl"  # in a run's folder: what differs between ranks, by rank
+# In a run's folder: what differs between ranks, by rank, and the videos of each validation.
+RANKS, VIDEOS = "ranks.jsonl", "validation"
 MAX_LOG_BYTES = 512 << 20  # of metrics.jsonl and its like
 # Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1

@@ -17,7 +17,7 @@ from opensora_sp.common.importing import check_colossalai
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks
 from opensora_sp.runtime.run_lock import RunLock
@@ -50,7 +50,6 @@ def train(
     """Train as the config describes; returns the run's folder.
 
     Args:
-        cfg: a checked config.
         resume: None starts a new run, "auto" resumes from the newest good checkpoint in
             ``cfg.outputs`` if there ever was one, a path from that checkpoint. "none" starts a new
             run in a folder whose checkpoints cannot be resumed.

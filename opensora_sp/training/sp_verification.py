@@ -21,7 +21,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100
 from opensora_sp.parallel.parity import Verdict, verify_step
 from opensora_sp.parallel.strategies import Strategy, strategy_for
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 LatentShape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
 

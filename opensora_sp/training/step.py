@@ -19,7 +19,6 @@ from torch.profiler import record_function
 
 from opensora_sp.common.tensors import ToHost
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data.loader import LoadedBatch, StepBatches
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.features.batch import Batch, BatchMaker, DrawConfig
@@ -29,6 +28,7 @@ from opensora_sp.runtime.watchdog import Watchdog
 from .checkpointing import TrainingState
 from .memory_fit import ActivationBudget
 from .sync_check import SyncCheck
+from .trainable import learning_rate
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
 from opensora_sp.config import InferenceConfig, TrainConfig, dump_config
 from opensora_sp.config.common import Common
-from opensora_sp.config.learning_rate import describe_schedule
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import BatchPlan, Manifest
 from opensora_sp.features.build import TrainingSet
@@ -30,6 +29,7 @@ from opensora_sp.parallel.rank_groups import group_sizes
 
 from .checkpointing import TrainingState
 from .metrics import read_validations
+from .trainable import describe_schedule
 
 logger = logging.getLogger(__name__)
 # In a run's folder: a config to sample from it.

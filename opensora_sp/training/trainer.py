@@ -13,7 +13,6 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels
@@ -50,19 +49,14 @@ from .metrics import Reporter
 from .profiling import StepProfiler, Steps
 from .step import DelayedResults, TrainingStep
 from .step_log import Meter, StepLog, known_peak
-from .summary import (
-    RunSetup,
-    conclude,
-    log_setup,
-    write_sampling_config,
-    write_summary,
-)
+from .summary import RunSetup, conclude, log_setup, write_sampling_config, write_summary
 from .sync_check import SyncCheck
 from .trainable import (
     ShardedEma,
     check_base,
     choose_trained,
     initial_weights,
+    learning_rate,
     load_base,
     make_optimizer,
 )
@@ -338,13 +332,7 @@ class Trainer:
         )
 
         self.log = StepLog(
-            cfg,
-            meter,
-            self.work,
-            self.loader,
-            self.corrupt,
-            self.optimizer,
-            self.skipped,
+            cfg, meter, self.work, self.loader, self.corrupt, self.optimizer, self.skipped
         )
         self.setup = RunSetup(cfg, mesh, self.tensors, self.dataset, self.plan)
 

@@ -24,7 +24,6 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import run_estimator
-from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.fit import fit
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.planner.memory import budget_of, memory_for
@@ -535,5 +534,5 @@ def test_guidance_enlarges_a_batch_of_samples(options: list[str], times: tuple[i
         scale = f"scheduler.cfg_scale={cfg_scale}"
         cfg = load_inference_config(CONFIGS / "demo/sample.py", [scale, *options])
         run = RunEstimator(cfg, 1, device="cpu")
-        (bucket,) = batches_by_name(cfg).values()
+        (bucket,) = cfg.batches().values()
         assert run.latents(bucket)[0] == copies * cfg.batch_size

@@ -37,6 +37,16 @@ def inputs_of(tensors: dict[str, torch.Tensor]) -> dict:
     return inputs
 
 
+def block_cases(file: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
+    about, tensors = load("blocks", file)
+    return [(case, under(tensors, f"{case['case']}/")) for case in about["cases"]]
+
+
+def with_state(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    module.load_state_dict(under(tensors, "state/"), strict=True)
+    return module
+
+
 def check_output_and_gradients(
     name: str, *, checkpointing: bool = False, compiled: bool = False
 ) -> None:

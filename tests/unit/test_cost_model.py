@@ -13,9 +13,15 @@ import torch
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config
 from opensora_sp.parallel.cost_model import CPU, H100, H200, CostModel
-from opensora_sp.parallel.gpus import PRESETS, preset_of
 from opensora_sp.planner.calibration import fitted_link
-from opensora_sp.runtime.cost_model_file import cost_model_of, read_cost_model, write_cost_model
+from opensora_sp.runtime.cost_models import (
+    PRESETS,
+    SHEETS,
+    cost_model_of,
+    preset_of,
+    read_cost_model,
+    write_cost_model,
+)
 from opensora_sp.runtime.rank_info import RankInfo, find_differences
 from opensora_sp.sampling import requests
 from opensora_sp.sampling.process_groups import choose_groups

@@ -64,6 +64,26 @@ def test_schedules_and_respacing(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
+def test_one_ancestral_step(release: str) -> None:
+    about, tensors = load("schedulers", f"iddpm_{release}_p_sample")
+    for case in about["cases"]:
+        one = under(tensors, case["case"] + "/")
+        process = IDDPM(
+            timestep_respacing=case["timestep_respacing"],
+            clip_denoised=case["clip_denoised"],
+            table_dtype=RELEASES[release],
+        )
+        x, t = one["input/x"], one["input/t"]
+        predicted = toy_network(x, process.network_time(t), text_mean(one["input/y"]), None)
+        back = process.reverse_step(predicted, x, t)
+
+        close(back.x_start, one["pred_xstart"])
+        close(back.mean, one["mean"])
+        close(back.log_variance, one["log_variance"])
+        close(process.ancestral_step(predicted, x, t, one["input/noise"]), one["sample"])
+
+
+@pytest.mark.parametrize("release", RELEASES)
 def test_complete_sampling(release: str) -> None:
     about, tensors = load("schedulers", f"iddpm_{release}_sample")
     for case in about["cases"]:
@@ -178,8 +198,23 @@ def test_elementwise_terms_and_timesteps() -> None:
 
     process = IDDPM(timestep_respacing="ddim20")
     t = process.timesteps_from(torch.tensor([0.0, 0.049, 0.05, 0.999, 1.0]))
-    assert t.tolist() == [0, 0, 1, 19, 19]
-    assert process.network_time(t).tolist() == [0, 0, 50, 950, 950]
+    assert t.tolist() == [0, 0, 1, 19, 19] and process.network_time(t).tolist() == [
+        0,
+        0,
+        50,
+        950,
+        950,
+    ]
+    assert (
+        IDDPM(num_sampling_steps=1)
+        .sample(
+            lambda x, t, m: x.repeat(1, 2, 1, 1, 1),
+            torch.ones(1, 1, 1, 1, 1),
+            draw_noise=lambda k: torch.ones(1, 1, 1, 1, 1),
+        )
+        .isfinite()
+        .all()
+    )
 
 
 @pytest.mark.parametrize(

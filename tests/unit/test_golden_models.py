@@ -8,14 +8,36 @@ import json
 
 import pytest
 import torch
-from golden_models import CASES, built, check_output_and_gradients, inputs_of
-from golden_values import GOLDEN, close, load, under
+from golden_models import (
+    CASES,
+    block_cases,
+    built,
+    check_output_and_gradients,
+    inputs_of,
+    with_state,
+)
+from golden_values import GOLDEN, close, close_table, load, under
 
 from opensora_sp.models import PatchGrid, build_model
-from opensora_sp.models.conditions import Text
-from opensora_sp.models.layers import RMSNorm
-from opensora_sp.models.positions import RotaryEmbedding
-from opensora_sp.models.token_layout import TEMPORAL
+from opensora_sp.models.blocks import FinalLayer, STDiT3Block
+from opensora_sp.models.conditions import Conditioning, Text
+from opensora_sp.models.layers import (
+    CaptionEmbedder,
+    CrossAttention,
+    PatchEmbed3D,
+    RMSNorm,
+    SelfAttention,
+    SizeEmbedder,
+    TimestepEmbedder,
+)
+from opensora_sp.models.positions import (
+    PositionEmbedding2D,
+    RotaryEmbedding,
+    frame_position_embedding,
+    position_embedding,
+)
+from opensora_sp.models.stdit_config import SharedConfig, STDiT3Config
+from opensora_sp.models.token_layout import SPATIAL, TEMPORAL
 
 pytestmark = pytest.mark.core
 
@@ -79,6 +101,156 @@ def test_presets_have_the_released_names_and_shapes(file: str, preset: str) -> N
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == about[
         "frozen_parameters"
     ]
+
+
+def conditioned(
+    tensors: dict[str, torch.Tensor],
+    layout: str,
+    T: int,
+    S: int,
+    width: int,
+    text=None,
+    lengths=None,
+):
+    """The conditions of all rows of a batch of B samples with T frames of S patches."""
+    t = tensors["input/t"]
+    states = (
+        [t]
+        if "input/t0" not in tensors or "input/x_mask" not in tensors
+        else [t, tensors["input/t0"]]
+    )
+    modulation = torch.stack([s.view(len(t), -1, width) for s in states], dim=1)
+    grid = PatchGrid(num_samples=len(t), latent_size=(T, 1, S), patch_size=(1, 1, 1))
+    given = ~tensors["input/x_mask"] if "input/x_mask" in tensors else None
+    lengths = [0] * len(t) if lengths is None else lengths  # the final layer attends to no text
+    conditioning = Conditioning(modulation, given, Text(text, lengths))
+    return conditioning.of(TEMPORAL, grid.rows(layout)), modulation
+
+
+def test_stdit3_block() -> None:
+    for case, tensors in block_cases("stdit3_block"):
+        T, S, width = case["T"], case["S"], case["hidden"]
+        config = STDiT3Config(
+            hidden_size=width, num_heads=case["heads"], mlp_ratio=case["mlp_ratio"]
+        )
+        rope = RotaryEmbedding(width // case["heads"]) if case["temporal"] else None
+        block = with_state(STDiT3Block(config, rope=rope), tensors)
+        lengths = tensors["input/lengths"].tolist()
+        layout = TEMPORAL if case["temporal"] else SPATIAL
+        text = tensors["input/y"][0]
+        condition, modulation = conditioned(tensors, layout, T, S, width, text, lengths)
+        x = tensors["input/x"].view(2, T, S, width)
+        rows = x.transpose(1, 2) if case["temporal"] else x
+        for table in (block.scale_shift_table + modulation, None):
+            out = block(rows.flatten(0, 1), condition, table, None).view(rows.shape)
+            out = (out.transpose(1, 2) if case["temporal"] else out).flatten(1, 2)
+            close(out, tensors["output"])
+
+
+def test_final_layer() -> None:
+    for case, tensors in block_cases("final_layer"):
+        T, S, width = case["T"], case["S"], case["hidden"]
+        config = SharedConfig(
+            hidden_size=width,
+            num_heads=2,
+            patch_size=(1, 1, case["num_patch"]),
+            in_channels=case["out_channels"],
+            pred_sigma=False,
+        )
+        layer = with_state(FinalLayer(config), tensors)
+        condition, t = conditioned(tensors, SPATIAL, T, S, width)
+        x = tensors["input/x"]
+        out = layer(x.view(-1, S, width), t[:, :, 0], condition)
+        close(out.view(tensors["output"].shape), tensors["output"])
+
+
+def test_rotary_attention() -> None:
+    for case, tensors in block_cases("rotary_attention"):
+        if case["case"].startswith("rope"):
+            rope = RotaryEmbedding(case["head_dim"])
+            close(rope.freqs, tensors["freqs"])
+            q = tensors["input/q"].transpose(1, 2)
+            rows = PatchGrid(
+                num_samples=len(q), latent_size=(q.shape[1], 1, 1), patch_size=(1, 1, 1)
+            ).rows(TEMPORAL)
+            rotation = rope.rotation(rows, False, q.device)
+            close(rope(q, rotation).transpose(1, 2), tensors["output"])
+        else:
+            rope = RotaryEmbedding(case["hidden"] // case["heads"]) if case["rotary"] else None
+            options = dict(qk_norm=case["qk_norm"], rope=rope, norm_last=case["qk_norm_legacy"])
+            attention = SelfAttention(case["hidden"], case["heads"], **options)
+            x = tensors["input/x"]
+            rows = PatchGrid(
+                num_samples=1, latent_size=(x.shape[1], 1, len(x)), patch_size=(1, 1, 1)
+            ).rows(TEMPORAL)
+            close(with_state(attention, tensors)(x, rows), tensors["output"])
+
+
+def test_norm_and_cross_attention() -> None:
+    for case, tensors in block_cases("norm_cross_attention"):
+        if case["case"].startswith("rmsnorm"):
+            norm = with_state(RMSNorm(12), tensors)
+            close(norm(tensors["input/x"]), tensors["output"])
+        else:
+            x, lengths = tensors["input/x"], tensors["input/lengths"].tolist()
+            attention = with_state(CrossAttention(case["hidden"], case["heads"]), tensors)
+            out = attention(x, tensors["input/cond"][0], ([x.shape[1]] * len(x), lengths))
+            close(out, tensors["output"])
+
+
+def test_patch_embedding() -> None:
+    for case, tensors in block_cases("patch_embed3d"):
+        embed = with_state(
+            PatchEmbed3D(tuple(case["patch"]), case["in_channels"], case["embed_dim"]), tensors
+        )
+        x = tensors["input/x"]
+        grid = PatchGrid(
+            num_samples=len(x), latent_size=tuple(x.shape[2:]), patch_size=tuple(case["patch"])
+        )
+        out = embed(grid.rows(SPATIAL).slice(x))
+        close(out.reshape(len(x), -1, case["embed_dim"]), tensors["output"])
+
+
+def test_embedders() -> None:
+    for case, tensors in block_cases("timestep_embedder"):
+        if case["case"].startswith("mlp"):
+            embedder = TimestepEmbedder(case["hidden_size"], case["frequency_embedding_size"])
+            close(with_state(embedder, tensors)(tensors["input/t"]), tensors["output"])
+
+    for case, tensors in block_cases("size_embedder"):
+        embedder = SizeEmbedder(case["hidden"], case["frequency_embedding_size"])
+        close(with_state(embedder, tensors)(tensors["input/s"], case["batch"]), tensors["output"])
+
+    for case, tensors in block_cases("caption_embedder"):
+        embedder = with_state(
+            CaptionEmbedder(case["in_channels"], case["hidden"], case["token_num"]), tensors
+        )
+        drop = tensors["input/force_drop_ids"] == 1 if "input/force_drop_ids" in tensors else None
+        packed, lengths = embedder.pack(tensors["input/caption"], None, drop)
+        assert lengths == [case["token_num"]] * 3
+        close(embedder(packed).view(tensors["output"].shape), tensors["output"])
+
+    for case, tensors in block_cases("pos_embed_2d"):
+        if case["case"].startswith("torch"):
+            base = case["base_size"]
+            size = (1, case["h"], case["w"])
+            # The base size that models choose.
+            assert round((size[1] * size[2]) ** 0.5) == (base or case["h"])
+            scale = torch.tensor(case["scale"])
+            grid = PatchGrid(num_samples=1, latent_size=size, patch_size=(1, 1, 1), scale=scale)
+            close(
+                PositionEmbedding2D(case["dim"])(grid.rows(SPATIAL), scale.device),
+                tensors["output"],
+            )
+        else:
+            sides, base = (case["h"], case["w"]), case["base_size"]
+            axes = [torch.arange(n) / case["scale"] * (base / n if base else 1) for n in sides]
+            out = frame_position_embedding(*(axis.double() for axis in axes), case["dim"])
+            close_table(out, tensors["output"], floor=1e-6)  # of float32 coordinates
+
+    for case, tensors in block_cases("pos_embed_1d"):
+        out = position_embedding(torch.arange(case["length"]).double() / case["scale"], case["dim"])
+        close_table(out, tensors["output"], floor=1e-12)
 
 
 SMALL = dict(hidden_size=24, depth=2, num_heads=2, caption_channels=4, model_max_length=3)
@@ -238,27 +410,3 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         build_model("STDiT3", hiden_size=8)
     with pytest.raises(ValueError, match="even hidden_size / num_heads"):
         build_model("STDiT3", hidden_size=30, num_heads=4)
-
-
-def test_norm_and_rotation_have_the_gradients_of_their_definitions() -> None:
-    norm, rope = RMSNorm(6).double(), RotaryEmbedding(6)
-    torch.nn.init.normal_(norm.weight)
-    x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
-    rotation = rope.rotation(PatchGrid(2, (3, 1, 1), (1, 1, 1)).rows(TEMPORAL), False, x.device)
-    assert torch.autograd.gradcheck(norm, x)
-    assert torch.autograd.gradcheck(lambda x: rope(x, rotation), x)
-
-    # As complex numbers that are multiplied by others of length 1.
-    angles = torch.arange(3)[:, None, None] * rope.freqs
-    pairs = torch.view_as_complex(x.detach().unflatten(-1, (-1, 2)))
-    wanted = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-    torch.testing.assert_close(rope(x, rotation), wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_norm_and_rotation_round_once() -> None:
-    """In bf16: computed in fp32, and rounded where the result is written."""
-    norm, rope = RMSNorm(72), RotaryEmbedding(72)
-    x = torch.randn(4, 5, 2, 72).bfloat16()
-    rotation = rope.rotation(PatchGrid(4, (5, 1, 1), (1, 1, 1)).rows(TEMPORAL), False, x.device)
-    assert torch.equal(norm.bfloat16()(x), norm.float()(x.float()).bfloat16())
-    assert torch.equal(rope(x, rotation), rope(x.float(), rotation).bfloat16())

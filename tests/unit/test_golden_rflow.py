@@ -48,6 +48,21 @@ def test_complete_sampling() -> None:
             assert torch.equal(torch.stack([m for _, _, m in seen]), one["trace/x_mask"])
 
 
+def test_sampling_timesteps() -> None:
+    about, tensors = load("schedulers", "rflow_timesteps")
+    for case in about["cases"]:
+        flow = RectifiedFlow(
+            num_sampling_steps=case["steps"],
+            use_discrete_timesteps=case["discrete"],
+            use_timestep_transform=case["geometry"] is not None,
+            legacy_frame_count=True,
+        )
+        close(
+            torch.cat(flow.sampling_timesteps(1, geometry_of(case["geometry"], 1))),
+            tensors[case["case"]],
+        )
+
+
 def test_timestep_transform() -> None:
     _, tensors = load("schedulers", "rflow_timestep_transform")
 
@@ -83,6 +98,12 @@ def test_the_transform_by_latent_frames_works_below_17_frames_and_else_agrees() 
     assert torch.equal(transform(legacy=False, frames=15), transform(legacy=True, frames=51))
     short = transform(legacy=False, frames=4)
     assert (short > 0).all() and (short.diff() > 0).all()
+
+
+def test_forward_process() -> None:
+    _, tensors = load("schedulers", "rflow_add_noise")
+    one = under(tensors, "input/")
+    close(RectifiedFlow().add_noise(one["x_start"], one["noise"], one["t"]), tensors["output"])
 
 
 def test_latents_of_16_bits_see_the_same_timesteps() -> None:

@@ -15,13 +15,50 @@ from golden_values import close_gradient, close_sum, under
 
 from opensora_sp.encoders import OpenSoraVAE, independent_pieces, planned_latent_size
 from opensora_sp.encoders.open_sora_vae import ChunkVAE, build_parts
-from opensora_sp.encoders.video_vae import TemporalVAE
+from opensora_sp.encoders.video_vae import CausalConv3d, ResBlock, TemporalVAE
 
 pytestmark = pytest.mark.core
 GOLDEN = golden_values.GOLDEN / "video_vae"
 
 
 close = partial(golden_values.close, floor=3e-5)
+
+
+def block_cases(name: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
+    about, tensors = load(f"blocks/{name}")
+    assert about["cases"]
+    return [(case, under(tensors, f"{case['case']}/")) for case in about["cases"]]
+
+
+def test_causal_convolution() -> None:
+    for case, tensors in block_cases("causal_conv3d"):
+        given = case["constructor"]
+        kernel = given["kernel_size"]
+        conv = CausalConv3d(
+            given["chan_in"],
+            given["chan_out"],
+            kernel if isinstance(kernel, int) else tuple(kernel),
+            stride=given.get("strides", [1])[0],
+            dilation=given.get("dilation", 1),
+            bias=given.get("bias", True),
+            padding_mode=given.get("pad_mode", "zeros"),
+        )
+        _, height, width = conv.conv.padding
+
+        assert [width, width, height, height, conv.front, 0] == case["padding_w_h_t"], case["case"]
+        conv.load_state_dict(under(tensors, "state/"))
+        close(conv(tensors["input/x"]), tensors["output"])
+
+
+def test_residual_block() -> None:
+    for case, tensors in block_cases("res_block"):
+        given = case["constructor"]
+        kernel = 3 if given.get("use_conv_shortcut") else 1
+        block = ResBlock(
+            given["in_channels"], given["filters"], given["num_groups"], shortcut_kernel=kernel
+        )
+        block.load_state_dict(under(tensors, "state/"))
+        close(block(tensors["input/x"]), tensors["output"])
 
 
 @pytest.mark.parametrize("name", ["class_default_layout", "released_layout"])

@@ -25,7 +25,15 @@ from opensora_sp.encoders import (
     planned_whole_frames,
 )
 from opensora_sp.encoders.open_sora_vae_v13 import build_network
-from opensora_sp.encoders.space_time_vae import tile_convolutions
+from opensora_sp.encoders.space_time_vae import (
+    CausalAttention,
+    FrameStep,
+    TiledConv3d,
+    VideoDownsample,
+    VideoUpsample,
+    tile_convolutions,
+)
+from opensora_sp.encoders.video_vae import CausalConv3d
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.sampling.decoding import decode
@@ -36,6 +44,68 @@ pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")
 close = partial(golden_values.close, floor=3e-5)
 OPTIONS = ("micro_batch_size", "micro_frame_size", "temporal_overlap", "micro_batch_size_2d")
+
+
+def block_cases(name: str) -> list[tuple[dict, dict[str, torch.Tensor]]]:
+    about, tensors = load(name)
+    assert about["cases"]
+    return [(case, under(tensors, f"{case['case']}/")) for case in about["cases"]]
+
+
+def check_block(block: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    block.load_state_dict({k: v.float() for k, v in under(tensors, "state/").items()})
+    x = tensors["input/x"].requires_grad_()
+    out = block(x)
+    close(out, tensors["output"])
+    if "probe" in tensors:
+        (gradient,) = torch.autograd.grad((out * tensors["probe"]).sum(), x)
+        close_gradient(gradient, tensors["grad/input_x"], floor=1e-6)
+
+
+def test_causal_convolution() -> None:
+    for case, tensors in block_cases("causal_conv3d"):
+        given = case["constructor"]
+        kernel, stride = given["kernel_size"], given.get("stride", 1)
+        time, space = (stride, 1) if isinstance(stride, int) else (stride[0], stride[1])
+        depth = kernel if isinstance(kernel, int) else kernel[0]
+        conv = CausalConv3d(
+            given["chan_in"],
+            given["chan_out"],
+            kernel if isinstance(kernel, int) else tuple(kernel),
+            stride=time,
+            spatial_stride=space,
+            front=depth - 1,
+        )
+        check_block(conv, tensors)
+
+
+def test_attention_sees_no_later_token() -> None:
+    for case, tensors in block_cases("attention"):
+        check_block(CausalAttention(case["constructor"]["in_channels"]), tensors)
+
+
+def test_steps_between_sizes() -> None:
+    for case, tensors in block_cases("downsample"):
+        given = case["constructor"]
+        in_time = "stride" in given
+        step = VideoDownsample(3) if in_time else FrameStep(3, halves=True)
+        step.micro_batch_size = given.get("micro_batch_size_2d")
+        check_block(step, tensors)
+    for case, tensors in block_cases("upsample"):
+        in_time = case["case"].startswith("video")
+        step = VideoUpsample(32) if in_time else FrameStep(3, halves=False)
+        step.micro_batch_size = 4
+        check_block(step, tensors)
+
+
+def test_tiled_convolution() -> None:
+    for case, tensors in block_cases("tiled_conv3d"):
+        given = case["conv"]
+        conv = torch.nn.Conv3d(given["in_channels"], given["out_channels"], given["kernel_size"])
+        model = torch.nn.Sequential(conv)
+        tile_convolutions(model, case["tiling"]["tile_size"])
+        assert isinstance(model[0], TiledConv3d)
+        check_block(conv, tensors)
 
 
 @pytest.mark.parametrize("tile_size", [1, 4, 5, 16, 100])

@@ -9,8 +9,14 @@ import torch
 from runs import TRAIN
 
 from opensora_sp.config import TrainConfig, load_train_config
-from opensora_sp.config.learning_rate import describe_schedule, ema_decay, learning_rate
-from opensora_sp.training.trainable import ShardedEma, check_optimizer, check_same_state
+from opensora_sp.training.trainable import (
+    ShardedEma,
+    check_optimizer,
+    check_same_state,
+    describe_schedule,
+    ema_decay,
+    learning_rate,
+)
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,6 @@ class OpenSoraPipeline(Base):
     Neither does it take embeddings, timesteps or a number of videos per prompt.
 
     Args:
-        transformer: the model.
         vae: a ``LatentEncoder``.
         text_encoder: a ``TextEncoder``, which has its tokenizer.
         scheduler: an ``OpenSoraScheduler``.
