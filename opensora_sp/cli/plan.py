@@ -165,7 +165,8 @@ def _heading(run: RunEstimator) -> list[str]:
         )
         lines = [title, *_wrapped(degrees)]
     if run.adapters is not None:
-        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained")
+        int8 = f", {run.sizes.int8 / 1e6:.1f} M weights are int8" if run.sizes.int8 else ""
+        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained{int8}")
     return [*lines, ""]
 
 
@@ -207,6 +208,11 @@ def _details(estimate: BatchEstimate) -> list[str]:
     ]
     if kept.master_weights:
         entries.append(f"blocks: {memory.describe()}")
+    if (steps := estimate.steps) is not None:
+        sent = sum(steps.sent) / len(steps.sent) / 1e6
+        entries.append(
+            f"steps: {steps.description}; together {steps.seconds:.3g} s and {sent:,.1f} MB sent"
+        )
     if estimate.sampling is not None:
         entries.append(f"with the encoders: {estimate.sampling.describe()}")
     return ["", *chain.from_iterable(map(_wrapped, entries))]

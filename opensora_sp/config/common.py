@@ -19,6 +19,7 @@ from opensora_sp.checkpoint.state_dict import check_conversions
 from opensora_sp.common.importing import component_class
 from opensora_sp.data import ClipShape, ExtraFiles, Limits
 from opensora_sp.data.buckets import BatchSpec
+from opensora_sp.diffusion.cached_steps import check_curve, read_curve
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
     TEXT_ENCODERS,
@@ -119,7 +120,11 @@ def _checked_model(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_scheduler(section: dict[str, Any]) -> dict[str, Any]:
-    return check_component("scheduler", {"type": "rflow", **section}, SCHEDULERS)
+    checked = check_component("scheduler", {"type": "rflow", **section}, SCHEDULERS)
+    # Every rank, and the video's metadata, have the curve itself.
+    if checked.get("cache_curve") is not None:
+        checked["cache_curve"] = read_curve(checked["cache_curve"])
+    return checked
 
 
 _checked_vae = partial(check_component, "vae", known=LATENT_ENCODERS, protocol=LatentEncoder)
@@ -256,6 +261,7 @@ class Common(Strict):
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
+        check_curve(getattr(scheduler, "cache_curve", None), self.model_spec.model_class, model)
 
     def _check_conditioned(self, setting: str, key: str, wanted: Any) -> None:
         """Raise ValueError unless the model takes conditioning frames, and a key is as wanted."""

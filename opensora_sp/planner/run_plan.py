@@ -8,6 +8,8 @@ from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec
+from opensora_sp.diffusion.cached_steps import describe_steps
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import strategy_for
 from opensora_sp.runtime.cost_models import GPUS, cost_model_of
@@ -18,12 +20,30 @@ from .sampling_memory import SamplingMemory, placed
 
 
 @dataclass(frozen=True)
+class StepsEstimate:
+    """All sampling steps of a batch on the ranks that share it.
+
+    Attributes:
+        computed, guided: numbers of the steps that run the blocks, and that guidance applies to.
+        seconds: of the busiest rank; steps that reuse the blocks' residual count as none.
+        sent: bytes that each rank sends.
+        description: in words.
+    """
+
+    computed: list[int]
+    guided: list[int]
+    seconds: float
+    sent: list[int]
+    description: str
+
+
+@dataclass(frozen=True)
 class BatchEstimate(Estimate):
     """The estimate of one bucket on ``ranks`` that share its batches.
 
     ``shape`` are the samples, frames, patches of a frame and tokens of a batch; ``strategy`` is
     how ranks share it, ``reason`` why. ``fits`` is whether it needs no more than the run's memory,
-    ``sampling`` the memory with the encoders.
+    ``sampling`` the memory with the encoders, ``steps`` all steps of sampling.
     """
 
     bucket: BatchSpec
@@ -33,6 +53,7 @@ class BatchEstimate(Estimate):
     reason: str
     fits: bool
     sampling: SamplingMemory | None = None
+    steps: StepsEstimate | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +165,20 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int) -> BatchEstimate
         reason=strategy.reason(shape, options, ranks),
         fits=estimate.memory.peak.needed <= run.memory,
         sampling=None if run.training else placed(run, bucket, estimate.memory)[1],
+        steps=None if run.training else _all_steps(run, bucket, ranks),
+    )
+
+
+def _all_steps(run: RunEstimator, bucket: BatchSpec, ranks: int) -> StepsEstimate:
+    steps = run.steps(bucket)
+    shapes = [run.latents(bucket, step) for step in steps if step.computed]
+    seconds = {shape: run.seconds(shape, ranks, [EVERYTHING]) for shape in set(shapes)}
+    return StepsEstimate(
+        computed=[i for i, step in enumerate(steps) if step.computed],
+        guided=[i for i, step in enumerate(steps) if step.guided],
+        seconds=sum(seconds[shape] for shape in shapes),
+        sent=run.sent_in_steps(bucket, ranks, steps),
+        description=describe_steps(steps) or f"all {len(steps)} are computed",
     )
 
 

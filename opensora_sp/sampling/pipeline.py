@@ -5,6 +5,7 @@ Legend: B videos, c latent channels, f x h x w latent size, L text tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,18 +20,24 @@ from opensora_sp.diffusion import (
     ConditioningFrames,
     DiffusionProcess,
     OnStep,
+    SamplingStep,
     predictions_per_step,
+    sampling_steps,
     size_conditions,
 )
+from opensora_sp.diffusion.cached_steps import CachedPrediction, describe_steps
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
+from opensora_sp.models.block_cache import BlockCache
 from opensora_sp.parallel import SequenceMesh
 
 from .decoding import Frames, decode
 from .prompts import Prompt, prompt_of_loop
 from .reference_frames import Insertion, frames_of_kind, insert_references
 from .requests import Request, extra_inputs, first_frames
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,10 @@ class Pipeline:
         numbers |= self._extra_inputs(batch, loop)
         copies = self._copies(conditioning_frames)
         text = text or self.encode(batch, loop, copies=copies)
-        predict = self._prediction(text, numbers, copies, conditioning_frames)
+        steps = sampling_steps(self.process, batch[0].shape, z.shape[2])
+        if described := describe_steps(steps):
+            logger.info("%s", described)
+        predict = self._prediction(text, numbers, copies, conditioning_frames, steps)
         special: dict[str, Any] = {}
         if conditioning_frames is not None:
             # Not every process takes them.
@@ -158,12 +168,35 @@ class Pipeline:
         numbers: dict[str, Tensor],
         copies: int,
         conditioning_frames: ConditioningFrames | None,
+        steps: Sequence[SamplingStep],
     ) -> Callable[..., Tensor]:
-        """The model's prediction as a function of latents and timestep, guided where asked for."""
+        """The model's prediction as a function of latents and timestep, guided where asked for.
+
+        It serves one sampling, and counts its calls.
+        """
+        computed = [step.computed for step in steps]
+        if all(computed):
+            return self._guided(text, numbers, copies, conditioning_frames, steps)
+        cache = BlockCache()
+        predict = self._guided(text, numbers, copies, conditioning_frames, steps, block_cache=cache)
+        return CachedPrediction(predict, cache, computed)
+
+    def _guided(
+        self,
+        text: Text,
+        numbers: dict[str, Tensor],
+        copies: int,
+        conditioning_frames: ConditioningFrames | None,
+        steps: Sequence[SamplingStep],
+        **further: Any,
+    ) -> Callable[..., Tensor]:
         if copies == 1:
-            return unguided(self.model, y=text, **numbers)
+            return unguided(self.model, y=text, **numbers, **further)
 
         inputs: dict[str, Any] = {name: torch.cat([x] * copies) for name, x in numbers.items()}
+        inputs |= further
+        if not all(step.guided for step in steps):
+            inputs["guided"] = [step.guided for step in steps]
         if conditioning_frames is not None and conditioning_frames.index:
             null = self._null_text(copies * len(conditioning_frames.latents))
             inputs |= conditioning_frames.guided_inputs() | dict(y_null=null)

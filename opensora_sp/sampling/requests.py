@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from opensora_sp.config import InferenceConfig, PromptOptions
+from opensora_sp.config import InferenceConfig, PromptOptions, build_component
+from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import Limits
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
+from opensora_sp.diffusion import SamplingStep, sampling_steps
 from opensora_sp.encoders import (
     planned_decoded_frames,
     planned_latent_size,
@@ -236,6 +238,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 
     for request in requests:
         frames = latent_frames(cfg, request)
+        steps_of_video(cfg, request.shape)  # raises for an interval without steps
         starts = [0] if cfg.extra_files is None else first_frames(cfg, request, latent_size)
         for start in starts:
             extra_inputs(cfg, request, start)
@@ -258,6 +261,17 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
             _check_condition(cfg.cond_type, request.prompt)
             continue
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
+
+
+def steps_of_video(cfg: InferenceConfig, shape: tuple[int, int, int]) -> list[SamplingStep]:
+    """The sampling steps of a video of so many frames and (height, width).
+
+    Raises:
+        ValueError: if the guidance interval holds no step.
+    """
+    process = build_component(cfg.scheduler, SCHEDULERS)
+    latent_frames, *_ = planned_latent_size(cfg.vae, *shape)
+    return sampling_steps(process, shape, latent_frames)
 
 
 def _check_even(cfg: InferenceConfig, request: Request) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.diffusion.cached_steps import SamplingOptions
 from opensora_sp.encoders import planned_latent_size, planned_whole_frames
 from opensora_sp.sampling.reference_frames import insert_references
 from opensora_sp.sampling.requests import Request, probe_reference
@@ -29,6 +30,8 @@ FIELDS = {
     "fps": ("FPS", "e.g. 24"),
     "scheduler.num_sampling_steps": ("Steps", "e.g. 30"),
     "scheduler.cfg_scale": ("Guidance", "e.g. 7.0"),
+    "scheduler.guidance_interval": ("Guidance interval", "e.g. 0.1, 0.9"),
+    "scheduler.cache_threshold": ("Cache threshold", "e.g. 0.1"),
     "seed": ("Seed", "random"),
     "reference_path": ("References", ""),
     "mask_strategy": ("Frames that references set", ""),
@@ -105,6 +108,10 @@ def settings_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     settings["resolution"] = "x".join(map(str, facts["image_size"]))
     settings["scheduler.num_sampling_steps"] = process.num_sampling_steps
     settings |= {"scheduler.cfg_scale": f"{process.cfg_scale:g}", "fps": f"{facts['fps']:g}"}
+    if isinstance(process, SamplingOptions):
+        low, high = process.guidance_interval
+        settings["scheduler.guidance_interval"] = f"{low:g}, {high:g}"
+        settings["scheduler.cache_threshold"] = f"{process.cache_threshold:g}"
     for key, setting in settings.items():
         settings[key] = "" if setting is None else str(setting)
     for key in LISTS:

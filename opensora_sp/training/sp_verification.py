@@ -128,7 +128,7 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
         with torch.device("meta"):
             # The small model may lack blocks that the config names.
             targets = targets_of_any_block(spec.build(), cfg.lora.targets)
-        add_lora(model, rank=cfg.lora.rank, alpha=cfg.lora.alpha, targets=targets)
+        add_lora(model, **{**cfg.lora.layer_options, "targets": targets})
         fill_zero_parameters(model, std=0.02)
     # "auto" may recompute as much.
     model.set_grad_checkpoint(True if cfg.grad_checkpoint == "auto" else cfg.grad_checkpoint)

@@ -28,7 +28,7 @@ from opensora_sp.runtime.watchdog import Watchdog
 from .checkpointing import TrainingState
 from .memory_fit import ActivationBudget
 from .sync_check import SyncCheck
-from .trainable import learning_rate
+from .trainable import DropoutDraws, learning_rate
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class TrainingStep:
     activations: ActivationBudget
     count_work: Callable[[Batch], None]
     sync_check: SyncCheck
+    dropout: DropoutDraws
 
     def run(self, step: int, batches: StepBatches, watch: Watchdog | None = None) -> PendingResult:
         """Queue step number ``step``, counted from 0. Collective.
@@ -143,6 +144,7 @@ class TrainingStep:
 
         # Blocks read their levels of recomputation when the forward pass begins.
         self.activations.set_levels_for(batch.x_t.shape)
+        self.dropout.draw(loaded.micro_batch.number)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
             losses = self.batch_maker.process.losses(shard, batch.noised)

@@ -82,7 +82,7 @@ def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
     if lora is not None:
         trained = sum(p.numel() for p in run.tensors.shards.working.values())
         message = "LoRA of rank %d in %d layers: %.1f M trained parameters, on the weights of %s"
-        logger.info(message, lora.rank, len(lora.layers), trained / 1e6, lora.base.name)
+        logger.info(message, lora.settings.rank, len(lora.layers), trained / 1e6, lora.base.name)
 
     for line in [*describe_schedule(cfg), *plan.describe(start)]:
         logger.info("%s", line)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_sp.checkpoint import NamedShards
+from opensora_sp.models.quantized import stored_tensors
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import RankGroup
 
@@ -104,7 +105,12 @@ class SyncCheck:
 
     def _replicated(self) -> dict[str, Tensor]:
         """The tensors that every rank has whole."""
-        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        whole = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        replicated = {}
+        for name, tensor in whole.items():
+            for suffix, stored in stored_tensors(tensor).items():
+                replicated[f"{name}{suffix}"] = stored
+        return replicated
 
     def _unlike_masters(self) -> dict[str, Tensor]:
         """By trained weight, whether this rank's part differs from its master weight, ``[]``."""

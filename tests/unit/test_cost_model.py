@@ -16,7 +16,6 @@ from opensora_sp.parallel.cost_model import CPU, H100, H200, CostModel
 from opensora_sp.planner.calibration import fitted_link
 from opensora_sp.runtime.cost_models import (
     PRESETS,
-    SHEETS,
     cost_model_of,
     preset_of,
     read_cost_model,

@@ -139,6 +139,10 @@ def test_a_request_is_checked_and_its_error_is_of_a_field(trained: Path, folders
         ("num_frames", "100000", "got clips of 100,000 frames of 28 x 24 pixels"),
         ("fps", "nan", "expected a finite number"),
         ("scheduler.num_sampling_steps", "1000000000", "at most 100,000 steps"),
+        ("scheduler.cfg_scale", "nan", "Guidance"),
+        ("scheduler.guidance_interval", "0.9, 0.1", "got Guidance interval (0.9, 0.1)"),
+        ("scheduler.cache_threshold", "0.1", "got Cache threshold 0.1 without a"),
+        ("seed", "x", "seed"),
         ("reference_path", [str(folders.outputs / "none.png")], "none.png"),
         ("mask_strategy", ["0,9"], "with 0 references; expected a reference below"),
         ("lora", [f"{trained}:1e300"], "the scale 1e300; expected a finite number up to 1000"),
@@ -489,6 +493,7 @@ def test_validation_videos_are_rows_by_prompt_and_run(tmp_path: Path) -> None:
 def test_settings_of_a_video_sample_it_again(trained: Path, folders: Folders) -> None:
     values = {"ckpt": str(trained), "prompt": "a", "seed": "7", "num_frames": "9", "fps": "12"}
     values |= {"resolution": "28x24", "scheduler.cfg_scale": "2.5", "negative_prompt": "b"}
+    values |= {"scheduler.guidance_interval": "0.25, 1"}
     work = checked(values, folders)
     settings = settings_of(facts_of(work.cfg, work.request))
     assert settings | values == settings and [*settings] == [*FIELDS]

@@ -31,6 +31,7 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import latent_frames
 
+from .adapter_methods import AdapterMethods
 from .image_sampler import (
     OUTPUT_TYPES,
     GeneratedRequest,
@@ -58,11 +59,10 @@ class OpenSoraPipelineOutput(BaseOutput):
     frames: Any
 
 
-class OpenSoraPipeline(Base):
+class OpenSoraPipeline(AdapterMethods, Base):
     """Videos from texts and images by a model trained with rectified flow (Open-Sora 1.2, 1.3).
 
-    Adapters are merged by ``from_pretrained(..., lora=[...])``: it has no ``load_lora_weights``.
-    Neither does it take embeddings, timesteps or a number of videos per prompt.
+    It takes no embeddings, timesteps or number of videos per prompt.
 
     Args:
         vae: a ``LatentEncoder``.
@@ -101,8 +101,8 @@ class OpenSoraPipeline(Base):
 
         Args:
             dtype: of the transformer, by default as stored. Encoders have their own.
-            lora: adapters to merge into the transformer, each ``PATH`` or ``PATH:SCALE``; see
-                ``opensora_sp.checkpoint.from_pretrained``.
+            lora: adapters to merge into the transformer for good, each ``PATH`` or ``PATH:SCALE``,
+                of a run the EMA; see ``opensora_sp.checkpoint.from_pretrained``.
             components: ``transformer``, ``vae``, ``text_encoder`` or ``scheduler`` to take instead
                 of the folder's.
 
@@ -123,7 +123,7 @@ class OpenSoraPipeline(Base):
         folder = PipelineFolder.open(pretrained_model_name_or_path, components)
         if "transformer" not in components:
             weights = folder.path / "transformer"
-            components["transformer"] = from_pretrained(weights, dtype=dtype, lora=lora)
+            components["transformer"] = from_pretrained(weights, dtype=dtype, lora=lora, ema=True)
         if "scheduler" not in components:
             components["scheduler"] = folder.scheduler()
 
@@ -217,6 +217,8 @@ class OpenSoraPipeline(Base):
         output_type: str = "pil",
         *,
         negative_prompt: str | Sequence[str] | None = None,
+        guidance_interval: tuple[float, float] | None = None,
+        cache_threshold: float | None = None,
         fps: float = 24.0,
         latents: Tensor | None = None,
         return_dict: bool = True,
@@ -236,6 +238,8 @@ class OpenSoraPipeline(Base):
                 after each step; may return other latents in such a dict.
             output_type: "pil", "np" or "pt" (``as_output``), or "latent".
             negative_prompt: by default no caption.
+            guidance_interval, cache_threshold: by default as in the scheduler's config, which has
+                the ``cache_curve``; see ``SamplingOptions``.
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
@@ -249,7 +253,12 @@ class OpenSoraPipeline(Base):
             )
         texts = texts_of(prompt)
         images = [frame_of(given) for given in one_each("image", image, len(texts))]
-        flow = self._flow(num_inference_steps, guidance_scale)
+        flow = self._scheduler().flow_of(
+            num_inference_steps,
+            guidance_scale,
+            guidance_interval=guidance_interval,
+            cache_threshold=cache_threshold,
+        )
         # What a sampling config refuses, a call refuses in the same words.
         cfg = self._config(
             flow,
@@ -280,14 +289,14 @@ class OpenSoraPipeline(Base):
         self.maybe_free_model_hooks()
         return OpenSoraPipelineOutput(frames=frames) if return_dict else (frames,)
 
-    def _flow(self, num_inference_steps: int | None, guidance_scale: float | None) -> RectifiedFlow:
+    def _scheduler(self) -> OpenSoraScheduler:
         if not isinstance(self.scheduler, OpenSoraScheduler):
             raise ValueError(
                 f"got the scheduler {type(self.scheduler).__name__}; expected OpenSoraScheduler, "
                 "whose timesteps depend on the videos' size; set pipeline.scheduler = "
                 "OpenSoraScheduler.of(dict(use_timestep_transform=True))"
             )
-        return self.scheduler.flow_of(num_inference_steps, guidance_scale)
+        return self.scheduler
 
     def _kind_of_conditioning(self, images: Sequence[Any]) -> str | None:
         takes_frames = getattr(self.transformer.config, "use_cond", False)
