@@ -119,11 +119,11 @@ def _checked_model(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_scheduler(section: dict[str, Any]) -> dict[str, Any]:
-    checked = check_component("scheduler", {"type": "rflow", **section}, SCHEDULERS)
-    # Every rank, and the video's metadata, have the curve itself.
-    if checked.get("cache_curve") is not None:
-        checked["cache_curve"] = read_curve(checked["cache_curve"])
-    return checked
+    section = {"type": "rflow", **section}
+    # Every rank, and the metadata of videos, have the curve itself.
+    if isinstance(section.get("cache_curve"), str):
+        section["cache_curve"] = read_curve(section["cache_curve"])
+    return check_component("scheduler", section, SCHEDULERS)
 
 
 _checked_vae = partial(check_component, "vae", known=LATENT_ENCODERS, protocol=LatentEncoder)
