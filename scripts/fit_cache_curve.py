@@ -24,11 +24,11 @@ from torch import Tensor
 
 from opensora_sp.cli.sample import config_of, parser
 from opensora_sp.common.console import report_errors
-from opensora_sp.diffusion import sampling_steps
 from opensora_sp.diffusion.cached_steps import (
     computed_steps,
     described_model,
     path_length,
+    sampling_steps,
 )
 from opensora_sp.models.block_cache import BlockCache
 from opensora_sp.parallel import SequenceMesh

@@ -107,10 +107,7 @@ def parser() -> argparse.ArgumentParser:
         "--gif", dest="format", action="store_const", const="gif", help="write GIF instead of mp4"
     )
     parser.add_argument(
-        "--skip-existing",
-        action="store_const",
-        const=True,
-        help="skip videos that exist already",
+        "--skip-existing", action="store_const", const=True, help="skip videos that exist already"
     )
     add_allow_pickle(parser)
     return parser

@@ -18,6 +18,7 @@ from opensora_sp.checkpoint.model_config import check_text_length
 from opensora_sp.checkpoint.state_dict import check_conversions
 from opensora_sp.common.importing import component_class
 from opensora_sp.data import ClipShape, ExtraFiles, Limits
+from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.diffusion.cached_steps import check_curve, read_curve
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
@@ -27,7 +28,7 @@ from opensora_sp.encoders import (
     planned_latent_size,
 )
 from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes
-from opensora_sp.models.kernels import Kernels
+from opensora_sp.models.kernels.fused import Kernels
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.options import Options
@@ -291,6 +292,10 @@ class Common(Strict):
     def clip_shape(self) -> ClipShape:
         """Frames, height and width of a clip; of the largest, with buckets."""
         return ClipShape(self.num_frames, *self.size)
+
+    def _batches_of_one_size(self, batch_size: int) -> dict[str, BatchSpec]:
+        name = f"{self.size[0]}x{self.size[1]} x {self.num_frames}"
+        return {name: BatchSpec(batch_size, self.num_frames, self.size)}
 
     @property
     def size(self) -> tuple[int, int]:

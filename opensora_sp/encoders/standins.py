@@ -52,7 +52,10 @@ class PatchDCTVAE(nn.Module):
     Frames of a patch are averaged. Its ``coefficients`` x ``coefficients`` lowest frequencies of
     the discrete cosine transform (Ahmed, Natarajan and Rao, 1974) are the channels of each colour,
     scaled up with frequency, as amplitudes of images fall with it. Sides that are no multiple of
-    ``pool`` are padded by their last frame, line or column; decoding returns whole patches.
+    ``pool`` are padded by their last frame, line or column.
+
+    Decoding returns whole patches: a sum of cosines that reach half a patch into the neighbours,
+    which has these frequencies in each patch, and no edges of patches.
 
     Raises:
         ValueError: if a side of ``pool`` has fewer pixels than ``coefficients``.
@@ -80,19 +83,14 @@ class PatchDCTVAE(nn.Module):
         self.channels = 3 * coefficients**2
         self.chunk_frames = self.chunk_latent_frames = 1 if self.pool[0] == 1 else None
 
-        self.register_buffer("lines", self._cosines(self.pool[1], coefficients), persistent=False)
-        self.register_buffer("columns", self._cosines(self.pool[2], coefficients), persistent=False)
+        for name, side in (("lines", self.pool[1]), ("columns", self.pool[2])):
+            cosines = _cosines(torch.arange(side) + 0.5, side, coefficients)
+            self.register_buffer(name, cosines, persistent=False)
+
         u = torch.arange(float(coefficients))
         frequency = torch.hypot(u[:, None], u)
         weights = torch.where(frequency > 0, 9 * frequency**0.7, 1.8)
         self.register_buffer("weights", weights[..., None, None, None], persistent=False)
-
-    @staticmethod
-    def _cosines(side: int, count: int) -> Tensor:
-        """Orthogonal rows ``[count, side]``, of mean square one."""
-        u, place = torch.arange(count)[:, None], torch.arange(side) + 0.5
-        cosines = torch.cos(torch.pi * u * place / side)
-        return torch.where(u > 0, 2**0.5 * cosines, cosines)
 
     def encode(self, video: Tensor) -> Tensor:
         video = self._padded(video)
@@ -109,12 +107,11 @@ class PatchDCTVAE(nn.Module):
     def decode(self, latents: Tensor, *, num_frames: int) -> Tensor:
         count = len(self.lines)
         frequencies = latents.float().unflatten(1, (3, count, count))
-        lines, columns = self.lines.to(frequencies), self.columns.to(frequencies)
-
         frequencies = frequencies / self.weights.to(frequencies)
-        pixels = torch.einsum("bcuvfhw,uy,vx->bcfhywx", frequencies, lines, columns)
 
-        frames = pixels.flatten(5, 6).flatten(3, 4)
+        lines = _overlapping(latents.shape[3], self.lines).to(frequencies)
+        columns = _overlapping(latents.shape[4], self.columns).to(frequencies)
+        frames = torch.einsum("bcuvfhw,huy,wvx->bcfyx", frequencies, lines, columns)
         return frames.repeat_interleave(self.pool[0], dim=2)[:, :, :num_frames]
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -129,6 +126,36 @@ class PatchDCTVAE(nn.Module):
                 last = video.narrow(dim, length - 1, 1)
                 video = torch.cat([video, last.repeat_interleave(missing, dim)], dim)
         return video
+
+
+def _cosines(place: Tensor, side: int, count: int) -> Tensor:
+    """Cosines ``[..., count, places]`` at places ``[..., places]``, in pixels from a patch's start.
+
+    Of mean square one, and orthogonal in the patch.
+    """
+    u = torch.arange(count, device=place.device)[:, None]
+    cosines = torch.cos(torch.pi * u * place[..., None, :] / side)
+    return torch.where(u > 0, 2**0.5 * cosines, cosines)
+
+
+def _overlapping(patches: int, cosines: Tensor) -> Tensor:
+    """Smooth functions ``[patches, count, patches * side]``, float64, of cosines ``[count, side]``.
+
+    Each has one frequency of one patch, and none of those of the other patches.
+    """
+    count, side = cosines.shape
+    patch = torch.arange(patches, dtype=torch.float64, device=cosines.device)
+    place = torch.arange(patches * side, device=cosines.device) + 0.5
+    from_start = place - side * patch[:, None]
+
+    distance = (from_start / side - 0.5).abs().clamp(max=1)
+    windows = torch.cos(torch.pi / 2 * distance).square()
+    # The first and the last patch share their outer half with no neighbour.
+    windows = windows / windows.sum(0)
+    smooth = (windows[:, None] * _cosines(from_start, side, count)).flatten(0, 1)
+
+    analysis = torch.block_diag(*[cosines.double() / side] * patches)
+    return torch.linalg.solve(smooth @ analysis.T, smooth).unflatten(0, (patches, count))
 
 
 class HashedBagOfWords(nn.Module):

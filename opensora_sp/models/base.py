@@ -334,6 +334,7 @@ class ConditionedModel(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
+        # Flattened: the convolution of patches is a linear layer of each patch.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
 
         for embedder in embedders:

@@ -67,6 +67,7 @@ def catch_dispatch(module: nn.Module) -> None:
     processor = getattr(module, "processor", None)
     namespace = vars(sys.modules[type(processor).__module__])
     dispatch = namespace.get(DISPATCH)
+    # Several modules share a file, whose function is replaced once.
     if dispatch is None or hasattr(dispatch, "dispatches"):
         return
 

@@ -377,7 +377,7 @@ class TokenPoints:
         """The inverse of ``_to_heads``."""
         ranges = self._pass.ranges
         plan = self._plan(samples * heads, streams, x.device)
-        back = ExchangePlan(plan.place, plan.pack, plan.recv_splits, plan.send_splits)
+        back = ExchangePlan(plan.unpack, plan.pack, plan.recv_splits, plan.send_splits)
         x = exchange(x.flatten(0, 2), back, self.mesh.sp_group, kind="heads")
         local = ranges.counts(streams)[self.mesh.sp_rank]
         x = x.view(samples, heads, local, x.shape[-1]).transpose(1, 2)

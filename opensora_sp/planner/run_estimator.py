@@ -14,10 +14,11 @@ from typing import Literal
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.diffusion import SamplingStep, predictions_per_step, sampling_steps
-from opensora_sp.diffusion.cached_steps import SamplingOptions
+from opensora_sp.data.buckets import BatchSpec
+from opensora_sp.diffusion import predictions_per_step
+from opensora_sp.diffusion.cached_steps import SamplingOptions, SamplingStep, sampling_steps
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.kernels import Kernels as KernelSetting
+from opensora_sp.models.kernels.fused import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
@@ -26,9 +27,8 @@ from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import check_degrees_in, fixed_groups, nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
 from opensora_sp.parallel.strategies.strategy import AllToAll
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
-from .batches import BatchSpec
 from .memory import (
     COMPILED_LEVELS,
     LEVELS,
@@ -373,9 +373,7 @@ class RunEstimator:
         return [[level] * self.config.num_blocks for level in levels]
 
     def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
-        """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic; in
-        sampling of one step.
-        """
+        """Predicted seconds of a micro-batch on the busiest rank; in sampling of one step."""
         return seconds_of(
             self.shape_of(latents),
             self.options_on(ranks),

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
-from opensora_sp.diffusion import SamplingStep
+from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec
+from opensora_sp.diffusion.cached_steps import SamplingStep
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import GPUS
 from opensora_sp.parallel.strategies import strategy_for
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import GPUS, cost_model_of
 
-from .batches import CHOSEN_AT_START, BatchSpec, batches_by_name
 from .bucket_levels import ranks_of_bucket
 from .run_estimator import Estimate, RunEstimator
 from .sampling_memory import SamplingMemory, placed
@@ -115,11 +114,7 @@ def estimator_of(
     return run
 
 
-def plan(
-    cfg: TrainConfig | InferenceConfig,
-    num_gpus: int,
-    **numbers: Any,
-) -> Plan:
+def plan(cfg: TrainConfig | InferenceConfig, num_gpus: int, **numbers: Any) -> Plan:
     """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
 
     Args:
@@ -138,7 +133,7 @@ def bucket_estimates(run: RunEstimator) -> Iterator[BatchEstimate]:
     Raises:
         ValueError: if a batch size is chosen when the run starts.
     """
-    for name, batch in batches_by_name(run.cfg).items():
+    for name, batch in run.cfg.batches().items():
         if batch.batch_size == CHOSEN_AT_START:
             raise ValueError(
                 f"got bucket_config with batch sizes that a run chooses at its start ({name}); "

@@ -241,9 +241,8 @@ def facts_of(
         facts["inputs"] = {name: str(path) for name, path in request.inputs.items()}
     steps = steps_of_video(cfg, request.shape)
     for name in ("computed", "guided"):
-        numbers = [i for i, step in enumerate(steps) if getattr(step, name)]
-        if len(numbers) < len(steps):
-            facts[f"{name}_steps"] = numbers
+        if not all(getattr(step, name) for step in steps):
+            facts[f"{name}_steps"] = [i for i, step in enumerate(steps) if getattr(step, name)]
     if request.digests:
         facts[DIGESTS] = dict(request.digests)
 
@@ -288,7 +287,7 @@ def fingerprint(weights: Path, adapters: Sequence[Adapters] = ()) -> str:
     digests = [sha256(file) for file in weight_files(weights)]
     for adapter in adapters:
         digests += [sha256(file) for file in weight_files(adapter.path)]
-        digests.append(repr(adapter.scale * adapter.scaling))
+        digests.append(repr(adapter.scale * adapter.kind.scaling))
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()

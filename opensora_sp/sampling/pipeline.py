@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.data.limits import Budget
 from opensora_sp.diffusion import (
     ConditioningFrames,
     DiffusionProcess,
     OnStep,
-    SamplingStep,
     predictions_per_step,
-    sampling_steps,
     size_conditions,
 )
-from opensora_sp.diffusion.cached_steps import CachedPrediction, describe_steps
+from opensora_sp.diffusion.cached_steps import (
+    CachedPrediction,
+    SamplingStep,
+    describe_steps,
+    sampling_steps,
+)
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
@@ -251,8 +253,7 @@ class Pipeline:
         """Read and encode a prompt's references, resized to the video's (height, width)."""
         latents = []
         for path in prompt.references:
-            limits = self.cfg.limits
-            frames = read_frames(path, Budget.of(limits.seconds, limits))
+            frames = read_frames(path, self.cfg.limits)
             frames = frames[: planned_whole_frames(self.cfg.vae, len(frames))]
             clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))

@@ -6,11 +6,8 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from opensora_sp.config import InferenceConfig
-
-from .prompts import Prompt
 
 # Scores in words, by their lower bounds.
 AESTHETIC_WORDS = {
@@ -34,22 +31,22 @@ Sentences = Mapping[str, str | None]
 """By the phrase that a prompt may have itself: a sentence, None for none."""
 
 
-def with_scores(cfg: InferenceConfig, prompt: Prompt) -> Prompt:
-    """Append the config's scores to the text of each loop, as Open-Sora 1.2 writes them or, with
-    ``score_style`` "words", 1.3.
+def with_scores(cfg: InferenceConfig, prompt: str) -> str:
+    """Append the config's scores to the text of each loop of a prompt.
 
+    They are written as in training Open-Sora 1.2 or, with ``score_style`` "words", 1.3.
     A score that the prompt states itself is kept.
     """
     sentences = _in_words(cfg) if cfg.score_style == "words" else _in_numbers(cfg)
     scored = functools.partial(_with_sentences, sentences=sentences)
 
-    if not prompt.text.startswith("|"):
-        return replace(prompt, text=scored(prompt.text))
+    if not prompt.startswith("|"):
+        return scored(prompt)
 
     # "|0|a cat|2|a dog" -> "", "|0|", "a cat", "|2|", "a dog"
-    empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt.text)
+    empty, *parts = re.split(r"(\|\s*\d+\s*\|)", prompt)
     texts = [part if i % 2 == 0 else scored(part.strip()) for i, part in enumerate(parts)]
-    return replace(prompt, text="".join([empty, *texts]))
+    return "".join([empty, *texts])
 
 
 def _in_words(cfg: InferenceConfig) -> Sentences:

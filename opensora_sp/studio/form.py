@@ -1,20 +1,22 @@
-"""Fields of the page: their labels, the run's values, errors in their words, placed references."""
+"""Fields of the page, the job that they fill, errors in their words, placed references."""
 
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from opensora_sp.config import build_component
+from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size, planned_whole_frames
 from opensora_sp.sampling.reference_frames import insert_references
-from opensora_sp.sampling.requests import probe_reference
-
-from .session import Work
+from opensora_sp.sampling.requests import Request, probe_reference
 
 # Config key -> label and example.
 FIELDS = {
@@ -43,6 +45,58 @@ PLACES = [
     ("reference 2 is the last frame", "0,1,0,-1"),
     ("reference 1 is the first frame, half regenerated", "0,0,0,0,1,0.5"),
 ]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A filled form: one request, with the config and the weights that ``preflight`` has checked.
+
+    Attributes:
+        versions: of the files of weights and adapters, which a training may replace.
+    """
+
+    cfg: InferenceConfig
+    request: Request
+    weights: Path
+    versions: str
+
+
+@dataclass(eq=False)
+class Job:
+    """One video to sample, and what has become of it.
+
+    Attributes:
+        values: see ``Queue.check``, which makes ``work`` of them.
+    """
+
+    values: Mapping[str, Any]
+    work: Work | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    state: Literal["waiting", "running", "done", "cancelled", "failed"] = "waiting"
+    steps: tuple[int, int] = (0, 0)  # done, of all
+    began: float = 0.0  # when the first step had been done, by time.monotonic()
+    preview: bytes = b""  # PNG
+    video: Path | None = None
+    error: str = ""
+    refused_field: str = ""  # its key
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("waiting", "running")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the steps that are left; None before two of them are done."""
+        done, total = self.steps
+        if done < 2:
+            return None
+        return (time.monotonic() - self.began) / (done - 1) * (total - done)
+
+    def cancel(self) -> None:
+        """At any time: while it is checked, waits or runs, or for nothing once it has ended."""
+        self.cancelled.set()
+        if self.state == "waiting":
+            self.state = "cancelled"
 
 
 def settings_of(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from opensora_sp.sampling.outputs import facts_of
 
 from . import form, views
 from .folders import Folders, Result, short_names
-from .form import FIELDS
-from .jobs import Job, Queue
+from .form import FIELDS, Job
+from .jobs import Queue
 from .page_runs import QUIET, differences, runs_tab
 
 # Seconds between two looks at jobs, at the history, and at uploads, which are kept for so long.

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels
@@ -50,20 +49,18 @@ from .metrics import Reporter
 from .profiling import StepProfiler, Steps
 from .step import DelayedResults, TrainingStep
 from .step_log import Meter, StepLog, known_peak
-from .summary import (
-    RunSetup,
-    conclude,
-    log_setup,
-    write_sampling_config,
-    write_summary,
-)
+from .summary import RunSetup, conclude, log_setup, write_sampling_config, write_summary
 from .sync_check import SyncCheck
 from .trainable import (
+    DropoutDraws,
+    LoraRun,
     ShardedEma,
     check_base,
     choose_trained,
     initial_weights,
+    learning_rate,
     load_base,
+    load_start,
     make_optimizer,
 )
 
@@ -171,6 +168,7 @@ class Trainer:
             stopped = results.asked_to_stop and done < cfg.max_steps
 
             if saves or logs or stopped:
+                # Also with a checkpoint, so that a resumed run continues its curves from there.
                 log.write(reporter, done)
             reporter.step(done)
             if saves or stopped:
@@ -217,7 +215,12 @@ class Trainer:
         model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
 
+        self._lora: LoraRun | None = None
+        if cfg.lora is not None:
+            # Before the adapters: DoRA begins at the norms of these weights.
+            self._lora = load_base(cfg, model)
         choose_trained(model, cfg)
+        load_start(cfg, model)
         return model
 
     def _build_boosted_model(self, cfg: TrainConfig) -> None:
@@ -238,10 +241,8 @@ class Trainer:
 
     def _restore(self, cfg: TrainConfig, checkpoint: Path | None) -> dict[str, Any]:
         """Load weights, EMA weights and optimizer state; returns what ``state.json`` holds."""
-        shards, lora = NamedShards(self.module, self.optimizer), None
-        if cfg.lora is not None:
-            lora = load_base(cfg, initial_weights(cfg), self.module)
-        elif cfg.load is not None and checkpoint is None:
+        shards, lora = NamedShards(self.module, self.optimizer), self._lora
+        if lora is None and cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
             weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
             load_model(weights, self.module, shards, self._fixed)
@@ -319,6 +320,7 @@ class Trainer:
             ActivationBudget(cfg, module, mesh, device, self.reserved, buckets, self.options),
             meter.count,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
+            DropoutDraws(module, cfg.seed),
         )
 
         self.validator = None
@@ -337,13 +339,7 @@ class Trainer:
         )
 
         self.log = StepLog(
-            cfg,
-            meter,
-            self.work,
-            self.loader,
-            self.corrupt,
-            self.optimizer,
-            self.skipped,
+            cfg, meter, self.work, self.loader, self.corrupt, self.optimizer, self.skipped
         )
         self.setup = RunSetup(cfg, mesh, self.tensors, self.dataset, self.plan)
 

@@ -14,8 +14,13 @@ from runs import CURVE
 from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, load_inference_config
-from opensora_sp.diffusion import IDDPM, RectifiedFlow, sampling_steps
-from opensora_sp.diffusion.cached_steps import CachedPrediction, computed_steps, path_length
+from opensora_sp.diffusion import IDDPM, RectifiedFlow
+from opensora_sp.diffusion.cached_steps import (
+    CachedPrediction,
+    computed_steps,
+    path_length,
+    sampling_steps,
+)
 from opensora_sp.models.block_cache import BlockCache
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.run_plan import plan

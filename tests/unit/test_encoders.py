@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from golden_vae import load, saved_pipeline
-from hostile import check_torchscript_attacks, write_torchscript
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import hub
 from opensora_sp.cli import main
 from opensora_sp.config import InferenceConfig, build_component, load_inference_config
+from opensora_sp.data import scale, toy_clip
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
     HashedBagOfWords,
@@ -61,12 +61,12 @@ def test_patch_frequencies() -> None:
     assert vae.latent_size(7, 20, 10) == (4, 3, 3) and latents.dtype == torch.float64
     torch.testing.assert_close(latents[0, 9, 0, 1, 1], 1.8 * video[0, 1, :2, 8:16, 4:8].mean())
 
-    # What is left out is orthogonal to what is kept.
+    # Decoded patches have the frequencies of the latents.
     decoded = vae.decode(latents, num_frames=7)
-    assert decoded.shape == (2, 3, 7, 24, 12)
+    assert decoded.shape == (2, 3, 7, 24, 12) and decoded.dtype == torch.float32
     torch.testing.assert_close(vae.encode(decoded).double(), latents, atol=1e-5, rtol=1e-5)
-    rest = video[..., :16, :8] - decoded[..., :16, :8]
-    assert (rest[:, :, :6] * decoded[:, :, :6, :16, :8]).sum().abs() < 1e-3 * rest.square().sum()
+    plain = torch.tensor([0.5, -0.25, 1.0]).view(1, 3, 1, 1, 1).expand(1, 3, 1, 16, 12)
+    torch.testing.assert_close(vae.decode(vae.encode(plain), num_frames=1), plain)
 
     # All coefficients describe still frames completely.
     whole = PatchDCTVAE(pool=(1, 4, 4), coefficients=4)
@@ -75,6 +75,18 @@ def test_patch_frequencies() -> None:
     for options in (dict(pool=(2, 2, 4)), dict(coefficients=17)):
         with pytest.raises(ValueError, match="got pool .*; expected .*; change vae.pool or"):
             PatchDCTVAE(**options)
+
+
+def test_patch_frequencies_show_no_edges_of_patches() -> None:
+    """Pixels of decoded clips are no further apart across patches than inside of them."""
+    vae = PatchDCTVAE()
+    clips = torch.stack([torch.from_numpy(toy_clip(8, i).draw(8, 64)) for i in range(8)])
+    video = scale(clips.permute(0, 4, 1, 2, 3))
+    decoded = vae.decode(vae.encode(video), num_frames=8)
+
+    for dim in (3, 4):
+        jumps = decoded.diff(dim=dim).abs().mean([d for d in range(5) if d != dim])
+        assert jumps[15::16].mean() < 1.5 * jumps.mean()
 
 
 def test_hashed_words_tell_word_order_apart() -> None:
@@ -600,34 +612,6 @@ def test_the_error_of_pickles_has_the_command_that_converts_them(
     wanted, found = cls(str(sources[cls])).state_dict(), cls(converted).state_dict()
     assert list(found) == list(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize(("cls", "key"), ENCODERS)
-def test_no_encoder_loads_a_hostile_file(
-    cls: type, key: str, sources: dict[type, Path], tmp_path: Path
-) -> None:
-    """Under its usual name, and under one that an index of safetensors gives."""
-    folder, mark = sources[cls], tmp_path / "written"
-    (file,) = folder.glob("*.safetensors")
-    name = next(iter(load_file(file)))
-    file.unlink()
-
-    stem = file.name.removesuffix(".safetensors")
-    archive = folder / f"{stem.replace('model', 'pytorch_model') if stem == 'model' else stem}.bin"
-    write_torchscript(archive, mark)
-    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .* weights are pickled") as e:
-        cls(str(folder))
-    with pytest.raises(SystemExit):
-        main(printed_command(str(e.value)))
-
-    index = {"metadata": {}, "weight_map": {name: archive.name}}
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .* weights are pickled"):
-        cls(str(folder))
-
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {source.name for source in sources.values()}
-    check_torchscript_attacks(archive, mark)
 
 
 def test_code_of_a_repository_is_not_executed(sources: dict[type, Path], tmp_path: Path) -> None:

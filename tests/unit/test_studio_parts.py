@@ -38,9 +38,16 @@ from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.outputs import facts_of
 from opensora_sp.studio import UPLOADS, session, views
 from opensora_sp.studio.folders import Folders, short_names
-from opensora_sp.studio.form import FIELDS, placed_frames, refused_field, settings_of, worded
-from opensora_sp.studio.jobs import Job, Queue, with_references
-from opensora_sp.studio.session import Work
+from opensora_sp.studio.form import (
+    FIELDS,
+    Job,
+    Work,
+    placed_frames,
+    refused_field,
+    settings_of,
+    worded,
+)
+from opensora_sp.studio.jobs import Queue, with_references
 from opensora_sp.training.curves import CURVES, Status, changes, config_of, traces
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"

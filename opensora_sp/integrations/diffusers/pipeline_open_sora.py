@@ -31,6 +31,7 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import latent_frames
 
+from .adapter_methods import AdapterMethods
 from .image_sampler import (
     OUTPUT_TYPES,
     GeneratedRequest,
@@ -58,14 +59,12 @@ class OpenSoraPipelineOutput(BaseOutput):
     frames: Any
 
 
-class OpenSoraPipeline(Base):
+class OpenSoraPipeline(AdapterMethods, Base):
     """Videos from texts and images by a model trained with rectified flow (Open-Sora 1.2, 1.3).
 
-    Adapters are merged by ``from_pretrained(..., lora=[...])``: it has no ``load_lora_weights``.
-    Neither does it take embeddings, timesteps or a number of videos per prompt.
+    It takes no embeddings, timesteps or number of videos per prompt.
 
     Args:
-        transformer: the model.
         vae: a ``LatentEncoder``.
         text_encoder: a ``TextEncoder``, which has its tokenizer.
         scheduler: an ``OpenSoraScheduler``.
@@ -102,8 +101,8 @@ class OpenSoraPipeline(Base):
 
         Args:
             dtype: of the transformer, by default as stored. Encoders have their own.
-            lora: adapters to merge into the transformer, each ``PATH`` or ``PATH:SCALE``; see
-                ``opensora_sp.checkpoint.from_pretrained``.
+            lora: adapters to merge into the transformer for good, each ``PATH`` or ``PATH:SCALE``,
+                of a run the EMA; see ``opensora_sp.checkpoint.from_pretrained``.
             components: ``transformer``, ``vae``, ``text_encoder`` or ``scheduler`` to take instead
                 of the folder's.
 
@@ -124,7 +123,7 @@ class OpenSoraPipeline(Base):
         folder = PipelineFolder.open(pretrained_model_name_or_path, components)
         if "transformer" not in components:
             weights = folder.path / "transformer"
-            components["transformer"] = from_pretrained(weights, dtype=dtype, lora=lora)
+            components["transformer"] = from_pretrained(weights, dtype=dtype, lora=lora, ema=True)
         if "scheduler" not in components:
             components["scheduler"] = folder.scheduler()
 

@@ -40,9 +40,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
     def __init__(self, num_train_timesteps: int = 1000, flow: dict[str, Any] | None = None) -> None:
         self.flow = RectifiedFlow(
             **check_options(
-                "scheduler",
-                {**(flow or {}), "num_timesteps": num_train_timesteps},
-                RectifiedFlow,
+                "scheduler", {**(flow or {}), "num_timesteps": num_train_timesteps}, RectifiedFlow
             )
         )
 
