@@ -261,7 +261,8 @@ class Common(Strict):
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
-        check_curve(getattr(scheduler, "cache_curve", None), self.model_spec.model_class, model)
+        if getattr(scheduler, "cache_threshold", 0) > 0:
+            check_curve(scheduler.cache_curve, self.model_spec.model_class, model)
 
     def _check_conditioned(self, setting: str, key: str, wanted: Any) -> None:
         """Raise ValueError unless the model takes conditioning frames, and a key is as wanted."""

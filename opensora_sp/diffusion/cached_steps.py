@@ -83,10 +83,8 @@ def described_model(model: type, config: Any) -> dict[str, Any]:
     return {"type": model.__name__, **sizes}
 
 
-def check_curve(curve: CacheCurve | None, model: type, config: Any) -> None:
+def check_curve(curve: CacheCurve, model: type, config: Any) -> None:
     """Raise ValueError unless a curve is of a model of this class and these sizes."""
-    if curve is None:
-        return
     expected = described_model(model, config)
     if curve["model"] != expected:
         raise ValueError(

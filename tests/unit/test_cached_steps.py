@@ -227,7 +227,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no curve": ({"cache_threshold": 0.1}, "got cache_threshold 0.1 without a cache_curve"),
     "no file": ({"cache_curve": "none.json"}, "got cache_curve 'none.json', which is no file"),
     "numbers": ({"cache_curve": CURVE | {"path": ["a", 1]}}, "expected a valid number"),
-    "model": ({"cache_curve": other_model(CURVE)}, "got a cache_curve of the model .*'depth': 28"),
+    "model": (
+        {"cache_curve": other_model(CURVE), "cache_threshold": 0.1},
+        "got a cache_curve of the model .*'depth': 28.*; expected .*'depth': 2",
+    ),
 }
 
 
