@@ -20,7 +20,7 @@ from opensora_sp.data import Limits
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
-from opensora_sp.diffusion import SamplingStep, sampling_steps
+from opensora_sp.diffusion.cached_steps import SamplingStep, sampling_steps
 from opensora_sp.encoders import (
     planned_decoded_frames,
     planned_latent_size,

@@ -238,8 +238,7 @@ class OpenSoraPipeline(AdapterMethods, Base):
                 after each step; may return other latents in such a dict.
             output_type: "pil", "np" or "pt" (``as_output``), or "latent".
             negative_prompt: by default no caption.
-            guidance_interval, cache_threshold: by default as in the scheduler's config, which has
-                the ``cache_curve``; see ``SamplingOptions``.
+            guidance_interval, cache_threshold: see ``SamplingOptions``; by default as configured.
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
@@ -253,12 +252,8 @@ class OpenSoraPipeline(AdapterMethods, Base):
             )
         texts = texts_of(prompt)
         images = [frame_of(given) for given in one_each("image", image, len(texts))]
-        flow = self._scheduler().flow_of(
-            num_inference_steps,
-            guidance_scale,
-            guidance_interval=guidance_interval,
-            cache_threshold=cache_threshold,
-        )
+        less = dict(guidance_interval=guidance_interval, cache_threshold=cache_threshold)
+        flow = self._scheduler().flow_of(num_inference_steps, guidance_scale, **less)
         # What a sampling config refuses, a call refuses in the same words.
         cfg = self._config(
             flow,
