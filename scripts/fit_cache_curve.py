@@ -24,12 +24,11 @@ from torch import Tensor
 
 from opensora_sp.cli.sample import config_of, parser
 from opensora_sp.common.console import report_errors
-from opensora_sp.diffusion import sampling_steps
 from opensora_sp.diffusion.cached_steps import (
     computed_steps,
     described_model,
-    described_steps,
     path_length,
+    sampling_steps,
 )
 from opensora_sp.models.block_cache import BlockCache
 from opensora_sp.parallel import SequenceMesh
@@ -59,8 +58,9 @@ def main() -> None:
     Path(args.curve).write_text(json.dumps(curve) + "\n")
     levels = levels_of(pipeline, requests[0])
     for threshold in SHOWN:
-        steps = computed_steps(levels, [True] * len(levels), curve, threshold)
-        print(f"cache_threshold {threshold}: {described_steps(steps, 'computed') or 'all steps'}")
+        computed = computed_steps(levels, [True] * len(levels), curve, threshold)
+        numbers = [i for i, is_computed in enumerate(computed) if is_computed]
+        print(f"cache_threshold {threshold}: {len(numbers)} computed steps, {numbers}")
 
 
 def fitted_curve(pipeline: Pipeline, requests: list[Request]) -> dict[str, Any]:
@@ -99,8 +99,10 @@ def embedding_path(pipeline: Pipeline) -> list[float]:
     The length of an interval is the relative change of the embedding in it (L1).
     """
     model: Any = pipeline.model
-    levels = torch.linspace(0, 1, INTERVALS + 1, device=pipeline.device)
-    embedded = model.t_embedder(levels[:, None] * pipeline.process.noise_scale)[:, 0]  # [G, C]
+    process = pipeline.process
+    largest = getattr(process, "num_timesteps", None) or getattr(process, "diffusion_steps", 1000)
+    timesteps = torch.linspace(0, largest, INTERVALS + 1, device=pipeline.device)
+    embedded = model.t_embedder(timesteps[:, None])[:, 0]  # [G, C]
     path = [0.0]
     for last, following in pairwise(embedded):
         path.append(path[-1] + relative_change(last, following))

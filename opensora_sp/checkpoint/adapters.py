@@ -121,9 +121,9 @@ class Adapters:
         if not self.kind.use_dora:
             return self.scale * self.kind.scaling * (up @ down)
 
-        changed = weight + self.kind.scaling * (up @ down)
+        changed: Tensor = weight + self.kind.scaling * (up @ down)
         norms = self.weights.tensors[parameter_name(layer, NORMS)].read().to(weight)
-        ratios = norms / torch.linalg.norm(changed, dim=1)
+        ratios: Tensor = norms / torch.linalg.norm(changed, dim=1)
         return self.scale * (ratios[:, None] * changed - weight)
 
 

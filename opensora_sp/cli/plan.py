@@ -15,6 +15,7 @@ from pathlib import Path
 from opensora_sp.common.console import config_arguments
 from opensora_sp.common.files import check_writable
 from opensora_sp.config import load_either
+from opensora_sp.diffusion.cached_steps import describe_steps
 from opensora_sp.parallel import closing_process_group
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.run_estimator import RunEstimator
@@ -208,11 +209,10 @@ def _details(estimate: BatchEstimate) -> list[str]:
     ]
     if kept.master_weights:
         entries.append(f"blocks: {memory.describe()}")
-    if (steps := estimate.steps) is not None:
-        sent = sum(steps.sent) / len(steps.sent) / 1e6
-        entries.append(
-            f"steps: {steps.description}; together {steps.seconds:.3g} s and {sent:,.1f} MB sent"
-        )
+    if (whole := estimate.steps) is not None:
+        sent = f"{sum(whole.sent) / len(whole.sent) / 1e6:,.1f} MB sent"
+        steps = describe_steps(whole.steps) or f"all {len(whole.steps)} are computed"
+        entries.append(f"steps: {steps}; together {whole.seconds:.3g} s and {sent}")
     if estimate.sampling is not None:
         entries.append(f"with the encoders: {estimate.sampling.describe()}")
     return ["", *chain.from_iterable(map(_wrapped, entries))]

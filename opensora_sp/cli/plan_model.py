@@ -72,7 +72,8 @@ def run_model_plan(args: argparse.Namespace) -> None:
 
     overrides = map(parse_override, args.cfg_options)
     changes = {".".join(map(str, key)): setting for key, setting in overrides}
-    batch = Batch(1, args.frames, *args.size, args.text_length)
+    height, width = args.size
+    batch = Batch(1, args.frames, height, width, args.text_length)
     estimates: list[StepEstimate] = []
     for lora, checkpointing in product((None, args.lora_rank), (False, True)):
         model = build(args.config, changes)

@@ -120,11 +120,11 @@ def _checked_model(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_scheduler(section: dict[str, Any]) -> dict[str, Any]:
-    checked = check_component("scheduler", {"type": "rflow", **section}, SCHEDULERS)
-    # Every rank, and the video's metadata, have the curve itself.
-    if checked.get("cache_curve") is not None:
-        checked["cache_curve"] = read_curve(checked["cache_curve"])
-    return checked
+    section = {"type": "rflow", **section}
+    # Every rank, and the metadata of videos, have the curve itself.
+    if isinstance(section.get("cache_curve"), str):
+        section["cache_curve"] = read_curve(section["cache_curve"])
+    return check_component("scheduler", section, SCHEDULERS)
 
 
 _checked_vae = partial(check_component, "vae", known=LATENT_ENCODERS, protocol=LatentEncoder)
@@ -261,7 +261,8 @@ class Common(Strict):
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
-        check_curve(getattr(scheduler, "cache_curve", None), self.model_spec.model_class, model)
+        if getattr(scheduler, "cache_threshold", 0) > 0:
+            check_curve(scheduler.cache_curve, self.model_spec.model_class, model)
 
     def _check_conditioned(self, setting: str, key: str, wanted: Any) -> None:
         """Raise ValueError unless the model takes conditioning frames, and a key is as wanted."""

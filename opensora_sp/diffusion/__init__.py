@@ -1,6 +1,5 @@
 """Diffusion processes: what the model is trained to predict, and how samples are drawn from it."""
 
-from .cached_steps import SamplingStep, sampling_steps
 from .conditioning_frames import DrawnCondition, draw_condition, draw_frame_mask
 from .guidance import ConditioningFrames, predictions_per_step
 from .iddpm import IDDPM
@@ -17,13 +16,11 @@ __all__ = [
     "IDDPM",
     "Noised",
     "RectifiedFlow",
-    "SamplingStep",
     "draw_condition",
     "draw_frame_mask",
     "predictions_per_step",
     "rank_loss",
     "samples_of_mean",
-    "sampling_steps",
     "size_conditions",
     "velocity_loss",
 ]

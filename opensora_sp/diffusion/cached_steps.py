@@ -20,9 +20,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from opensora_sp.common.files import read_json
 from opensora_sp.models.block_cache import BlockCache
@@ -48,31 +50,31 @@ class SamplingStep:
     computed: bool = True
 
 
-def read_curve(curve: dict[str, Any] | str) -> dict[str, Any]:
-    """The curve in a JSON file, or the curve itself.
+class CacheCurve(TypedDict):
+    """A model's curve for cached steps, as scripts/fit_cache_curve.py writes it.
+
+    ``path`` are lengths of the path of the timestep embedding, up to evenly spaced noise levels
+    from 0 to 1. ``polynomial`` maps differences of them to changes of the residual; its
+    coefficients fall in power.
+    """
+
+    model: dict[str, Any]
+    path: Annotated[list[float], Field(min_length=2)]
+    polynomial: Annotated[list[float], Field(min_length=1)]
+
+
+def read_curve(path: str) -> Any:
+    """The content of the JSON file of a curve.
 
     Raises:
-        ValueError: if it is no curve, or the file cannot be read.
+        ValueError: if there is no such file, or it is not JSON.
     """
-    source, content = "", curve
-    if isinstance(curve, str):
-        source, content = f" in {curve!r}", read_json(curve) if Path(curve).is_file() else {}
-    if not isinstance(content, dict) or not _is_curve(content):
+    if not Path(path).is_file():
         raise ValueError(
-            f"got no curve{source} as cache_curve; expected a model, a path and a polynomial, or "
-            "the JSON file of such a curve; fit one with scripts/fit_cache_curve.py"
+            f"got cache_curve {path!r}, which is no file; expected a model's curve; fit one with "
+            "scripts/fit_cache_curve.py"
         )
-    return content
-
-
-def _is_curve(content: dict[str, Any]) -> bool:
-    lists = [content.get("path"), content.get("polynomial")]
-    for numbers, least in zip(lists, (2, 1), strict=True):
-        if not isinstance(numbers, (list, tuple)) or len(numbers) < least:
-            return False
-        if not all(isinstance(number, (int, float)) for number in numbers):
-            return False
-    return isinstance(content.get("model"), dict)
+    return read_json(path)
 
 
 def described_model(model: type, config: Any) -> dict[str, Any]:
@@ -81,10 +83,8 @@ def described_model(model: type, config: Any) -> dict[str, Any]:
     return {"type": model.__name__, **sizes}
 
 
-def check_curve(curve: dict[str, Any] | None, model: type, config: Any) -> None:
+def check_curve(curve: CacheCurve, model: type, config: Any) -> None:
     """Raise ValueError unless a curve is of a model of this class and these sizes."""
-    if curve is None:
-        return
     expected = described_model(model, config)
     if curve["model"] != expected:
         raise ValueError(
@@ -108,15 +108,15 @@ class SamplingOptions:
     ``guidance_interval`` are the lowest and the highest noise level, from 0 (data) to 1 (noise), at
     which guidance applies. ``cache_threshold`` is the estimated change of the blocks' residual,
     relative to the residual, up to which it is reused; 0 computes all steps. ``cache_curve`` is the
-    model's curve, or the path of its JSON file.
+    model's curve; a config may have the path of its JSON file.
 
     Raises:
-        ValueError: for an empty interval, a negative threshold, or a threshold without a curve.
+        ValueError: for an empty interval, or a threshold without a curve.
     """
 
     guidance_interval: Interval = (0.0, 1.0)
     cache_threshold: Annotated[float, Field(ge=0)] = 0.0
-    cache_curve: dict[str, Any] | str | None = None
+    cache_curve: CacheCurve | None = None
 
     def __post_init__(self) -> None:
         low, high = self.guidance_interval
@@ -125,23 +125,11 @@ class SamplingOptions:
                 f"got guidance_interval {(low, high)}; expected two noise levels from 0 (data) to "
                 "1 (noise), the lower one first; correct them, or set cfg_scale=1 for no guidance"
             )
-        if self.cache_threshold < 0:
-            raise ValueError(
-                f"got cache_threshold {self.cache_threshold}; expected at least 0; set 0 to "
-                "compute all steps"
-            )
-        if self.cache_curve is not None:
-            object.__setattr__(self, "cache_curve", read_curve(self.cache_curve))
-        elif self.cache_threshold:
+        if self.cache_threshold and self.cache_curve is None:
             raise ValueError(
                 f"got cache_threshold {self.cache_threshold} without a cache_curve; expected the "
                 "curve of this model; fit one with scripts/fit_cache_curve.py and set its path"
             )
-
-    @property
-    def noise_scale(self) -> int:
-        """The network's timestep at noise level 1."""
-        raise NotImplementedError
 
     def noise_levels(self, geometry: Geometry) -> list[float]:
         """The noise level of each sampling step of the first sample, falling."""
@@ -183,26 +171,21 @@ def sampling_steps(
     return [SamplingStep(*step) for step in zip(levels, guided, computed, strict=True)]
 
 
-def described_steps(chosen: Sequence[bool], name: str) -> str:
-    """The steps that are computed, or guided, for the log and the planner; empty if all are."""
-    if all(chosen):
-        return ""
-    numbers = [i for i, is_chosen in enumerate(chosen) if is_chosen]
-    listed = ", ".join(map(str, numbers))
-    return f"{len(numbers)} of {len(chosen)} steps are {name} ({listed})"
-
-
 def describe_steps(steps: Sequence[SamplingStep]) -> str:
-    """Which steps are computed and which are guided; empty if all are."""
-    computed = described_steps([step.computed for step in steps], "computed")
-    guided = described_steps([step.guided for step in steps], "guided")
-    return "; ".join(filter(None, [computed, guided]))
+    """Which steps are computed and guided, for the log and the planner; empty if all are."""
+    parts = []
+    for name in ("computed", "guided"):
+        numbers = [i for i, step in enumerate(steps) if getattr(step, name)]
+        if len(numbers) < len(steps):
+            listed = ", ".join(map(str, numbers))
+            parts.append(f"{len(numbers)} of {len(steps)} steps are {name} ({listed})")
+    return "; ".join(parts)
 
 
 def computed_steps(
     levels: Sequence[float],
     guided: Sequence[bool],
-    curve: dict[str, Any] | None,
+    curve: CacheCurve | None,
     threshold: float,
 ) -> list[bool]:
     """True for each step that runs the model's blocks.
@@ -216,7 +199,7 @@ def computed_steps(
     computed, change = [True], 0.0
     for i, (last, level) in enumerate(pairwise(levels), 1):
         distance = path_length(curve["path"], last) - path_length(curve["path"], level)
-        change += max(0.0, _polynomial(curve["polynomial"], distance))
+        change += max(0.0, float(np.polyval(curve["polynomial"], distance)))
         must = i + 1 == len(levels) or guided[i] != guided[i - 1]
         computed.append(must or change >= threshold)
         if computed[-1]:
@@ -225,22 +208,8 @@ def computed_steps(
 
 
 def path_length(path: Sequence[float], level: float) -> float:
-    """Length of the path of the timestep embedding up to a noise level, interpolated.
-
-    Args:
-        path: lengths up to evenly spaced noise levels from 0 to 1.
-    """
-    place = level * (len(path) - 1)
-    first = min(int(place), len(path) - 2)
-    return path[first] + (place - first) * (path[first + 1] - path[first])
-
-
-def _polynomial(coefficients: Sequence[float], x: float) -> float:
-    """The polynomial at x; coefficients from the highest power down."""
-    result = 0.0
-    for coefficient in coefficients:
-        result = result * x + coefficient
-    return result
+    """Length of the path of the timestep embedding up to a noise level, interpolated."""
+    return float(np.interp(level, np.linspace(0, 1, len(path)), path))
 
 
 class CachedPrediction:
@@ -263,9 +232,8 @@ class CachedPrediction:
         has_next = self.step + 1 < len(self.computed)
         next_reuses = has_next and not self.computed[self.step + 1]
 
-        fits = x_mask is None or (
-            self.kept_mask is not None and torch.equal(x_mask, self.kept_mask)
-        )
+        kept = self.kept_mask
+        fits = x_mask is None or (kept is not None and torch.equal(x_mask, kept))
         self.cache.reuses = not self.computed[self.step] and fits
         self.cache.keeps = next_reuses and not self.cache.reuses
         if self.cache.keeps:

@@ -255,13 +255,8 @@ class IDDPM(SamplingOptions):
         """The guided prediction, with the variance of the captioned half; see ``Guidance``."""
         return Guidance(model, lambda step: self.cfg_scale, channels=self.cfg_channel, **inputs)
 
-    @property
-    def noise_scale(self) -> int:
-        return self.diffusion_steps
-
     def noise_levels(self, geometry: Geometry) -> list[float]:
-        levels: list[float] = (self.timestep_map.flip(0).double() / self.diffusion_steps).tolist()
-        return levels
+        return [t.item() / self.diffusion_steps for t in self.timestep_map.flip(0)]
 
     def sample(
         self,

@@ -191,15 +191,9 @@ class RectifiedFlow(SamplingOptions):
 
         return [self._transform(torch.full((num_samples,), t, **options), geometry) for t in steps]
 
-    @property
-    def noise_scale(self) -> int:
-        return self.num_timesteps
-
     def noise_levels(self, geometry: Geometry) -> list[float]:
-        wide = torch.float64
-        timesteps = self.sampling_timesteps(1, geometry, dtype=wide, device="cpu")
-        levels: list[float] = (torch.cat(timesteps).to(wide) / self.num_timesteps).tolist()
-        return levels
+        timesteps = self.sampling_timesteps(1, geometry, dtype=torch.float64, device="cpu")
+        return [t.item() / self.num_timesteps for t in timesteps]
 
     def sample(
         self,

@@ -7,15 +7,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import zip_longest
+from itertools import pairwise
+from operator import add
 from typing import Literal
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data.buckets import BatchSpec
-from opensora_sp.diffusion import SamplingStep, predictions_per_step, sampling_steps
-from opensora_sp.diffusion.cached_steps import SamplingOptions
+from opensora_sp.diffusion import predictions_per_step
+from opensora_sp.diffusion.cached_steps import SamplingOptions, SamplingStep, sampling_steps
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.kernels.fused import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
@@ -259,7 +260,7 @@ class RunEstimator:
             return sent
 
         gathered = self._gathered(shape, ranks)
-        return replace(sent, forward=[a + b for a, b in zip(sent.forward, gathered, strict=True)])
+        return replace(sent, forward=list(map(add, sent.forward, gathered)))
 
     def _gathered(self, shape: BatchShape, ranks: int) -> list[int]:
         # The output is fp32 or wider.
@@ -273,24 +274,20 @@ class RunEstimator:
     ) -> list[int]:
         """Bytes that each rank sends in all these sampling steps of a batch."""
         total = [0] * ranks
-        for step, following in zip_longest(steps, steps[1:]):
+        for step, following in pairwise([*steps, steps[-1]]):
             shape = self.shape_of(self.latents(bucket, step))
-            parts = [self._gathered(shape, ranks)]
+            sent = self._gathered(shape, ranks)
             if step.computed:
-                parts = [self.traffic(shape, ranks, [EVERYTHING]).forward]
+                sent = self.traffic(shape, ranks, [EVERYTHING]).forward
             # The blocks' input is brought into the layout of their output.
-            if not step.computed or (following is not None and not following.computed):
-                parts.append(self._one_switch(shape, ranks))
-            total = [sum(numbers) for numbers in zip(total, *parts, strict=True)]
+            strategy = strategy_for(shape, self.options_on(ranks), ranks)
+            spatial, temporal = strategy.token_layouts(shape)
+            switches = shape.alternates and spatial != temporal
+            if switches and not (step.computed and following.computed):
+                switch = AllToAll(1, spatial, temporal, shape.width * self.dtype.itemsize)
+                sent = list(map(add, sent, switch.sent(shape, ranks).forward))
+            total = list(map(add, total, sent))
         return total
-
-    def _one_switch(self, shape: BatchShape, ranks: int) -> list[int]:
-        strategy = strategy_for(shape, self.options_on(ranks), ranks)
-        spatial, temporal = strategy.token_layouts(shape)
-        if not shape.alternates or spatial == temporal:
-            return [0] * ranks
-        token_bytes = shape.width * self.dtype.itemsize
-        return AllToAll(1, spatial, temporal, token_bytes).sent(shape, ranks).forward
 
     @cached_property
     def zero(self) -> Zero:

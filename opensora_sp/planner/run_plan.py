@@ -8,7 +8,7 @@ from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec
-from opensora_sp.diffusion.cached_steps import describe_steps
+from opensora_sp.diffusion.cached_steps import SamplingStep
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import strategy_for
@@ -23,18 +23,13 @@ from .sampling_memory import SamplingMemory, placed
 class StepsEstimate:
     """All sampling steps of a batch on the ranks that share it.
 
-    Attributes:
-        computed, guided: numbers of the steps that run the blocks, and that guidance applies to.
-        seconds: of the busiest rank; steps that reuse the blocks' residual count as none.
-        sent: bytes that each rank sends.
-        description: in words.
+    ``seconds`` are of the busiest rank, where steps that reuse the blocks' residual count as none.
+    ``sent`` are the bytes that each rank sends.
     """
 
-    computed: list[int]
-    guided: list[int]
+    steps: list[SamplingStep]
     seconds: float
     sent: list[int]
-    description: str
 
 
 @dataclass(frozen=True)
@@ -174,11 +169,7 @@ def _all_steps(run: RunEstimator, bucket: BatchSpec, ranks: int) -> StepsEstimat
     shapes = [run.latents(bucket, step) for step in steps if step.computed]
     seconds = {shape: run.seconds(shape, ranks, [EVERYTHING]) for shape in set(shapes)}
     return StepsEstimate(
-        computed=[i for i, step in enumerate(steps) if step.computed],
-        guided=[i for i, step in enumerate(steps) if step.guided],
-        seconds=sum(seconds[shape] for shape in shapes),
-        sent=run.sent_in_steps(bucket, ranks, steps),
-        description=describe_steps(steps) or f"all {len(steps)} are computed",
+        steps, sum(seconds[shape] for shape in shapes), run.sent_in_steps(bucket, ranks, steps)
     )
 
 

@@ -241,9 +241,8 @@ def facts_of(
         facts["inputs"] = {name: str(path) for name, path in request.inputs.items()}
     steps = steps_of_video(cfg, request.shape)
     for name in ("computed", "guided"):
-        numbers = [i for i, step in enumerate(steps) if getattr(step, name)]
-        if len(numbers) < len(steps):
-            facts[f"{name}_steps"] = numbers
+        if not all(getattr(step, name) for step in steps):
+            facts[f"{name}_steps"] = [i for i, step in enumerate(steps) if getattr(step, name)]
     if request.digests:
         facts[DIGESTS] = dict(request.digests)
 

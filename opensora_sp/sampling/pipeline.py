@@ -20,12 +20,15 @@ from opensora_sp.diffusion import (
     ConditioningFrames,
     DiffusionProcess,
     OnStep,
-    SamplingStep,
     predictions_per_step,
-    sampling_steps,
     size_conditions,
 )
-from opensora_sp.diffusion.cached_steps import CachedPrediction, describe_steps
+from opensora_sp.diffusion.cached_steps import (
+    CachedPrediction,
+    SamplingStep,
+    describe_steps,
+    sampling_steps,
+)
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
@@ -123,7 +126,11 @@ class Pipeline:
         steps = sampling_steps(self.process, batch[0].shape, z.shape[2])
         if described := describe_steps(steps):
             logger.info("%s", described)
-        predict = self._prediction(text, numbers, copies, conditioning_frames, steps)
+        computed = [step.computed for step in steps]
+        cache = None if all(computed) else BlockCache()
+        predict = self._prediction(text, numbers, copies, conditioning_frames, steps, cache)
+        if cache is not None:
+            predict = CachedPrediction(predict, cache, computed)
         special: dict[str, Any] = {}
         if conditioning_frames is not None:
             # Not every process takes them.
@@ -169,27 +176,11 @@ class Pipeline:
         copies: int,
         conditioning_frames: ConditioningFrames | None,
         steps: Sequence[SamplingStep],
+        cache: BlockCache | None,
     ) -> Callable[..., Tensor]:
-        """The model's prediction as a function of latents and timestep, guided where asked for.
-
-        It serves one sampling, and counts its calls.
-        """
-        computed = [step.computed for step in steps]
-        if all(computed):
-            return self._guided(text, numbers, copies, conditioning_frames, steps)
-        cache = BlockCache()
-        predict = self._guided(text, numbers, copies, conditioning_frames, steps, block_cache=cache)
-        return CachedPrediction(predict, cache, computed)
-
-    def _guided(
-        self,
-        text: Text,
-        numbers: dict[str, Tensor],
-        copies: int,
-        conditioning_frames: ConditioningFrames | None,
-        steps: Sequence[SamplingStep],
-        **further: Any,
-    ) -> Callable[..., Tensor]:
+        """The model's prediction as a function of latents and timestep, guided where asked for."""
+        # Models from outside of the package may not take one.
+        further = {} if cache is None else {"block_cache": cache}
         if copies == 1:
             return unguided(self.model, y=text, **numbers, **further)
 

@@ -20,7 +20,7 @@ from opensora_sp.data import Limits
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
-from opensora_sp.diffusion import SamplingStep, sampling_steps
+from opensora_sp.diffusion.cached_steps import SamplingStep, sampling_steps
 from opensora_sp.encoders import (
     planned_decoded_frames,
     planned_latent_size,
@@ -28,9 +28,8 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.interface import frames_of
 
-from .prompts import Prompt, parse_prompt, prompt_of_loop
+from .prompts import Prompt, parse_prompt, prompt_of_loop, with_scores
 from .reference_frames import check_insertions
-from .scores import with_scores
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200

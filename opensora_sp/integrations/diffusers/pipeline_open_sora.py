@@ -238,8 +238,7 @@ class OpenSoraPipeline(AdapterMethods, Base):
                 after each step; may return other latents in such a dict.
             output_type: "pil", "np" or "pt" (``as_output``), or "latent".
             negative_prompt: by default no caption.
-            guidance_interval, cache_threshold: by default as in the scheduler's config, which has
-                the ``cache_curve``; see ``SamplingOptions``.
+            guidance_interval, cache_threshold: see ``SamplingOptions``; by default as configured.
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
@@ -253,12 +252,8 @@ class OpenSoraPipeline(AdapterMethods, Base):
             )
         texts = texts_of(prompt)
         images = [frame_of(given) for given in one_each("image", image, len(texts))]
-        flow = self._scheduler().flow_of(
-            num_inference_steps,
-            guidance_scale,
-            guidance_interval=guidance_interval,
-            cache_threshold=cache_threshold,
-        )
+        less = dict(guidance_interval=guidance_interval, cache_threshold=cache_threshold)
+        flow = self._scheduler().flow_of(num_inference_steps, guidance_scale, **less)
         # What a sampling config refuses, a call refuses in the same words.
         cfg = self._config(
             flow,
@@ -272,14 +267,7 @@ class OpenSoraPipeline(AdapterMethods, Base):
         requests = self._requests(cfg, texts, images, negative_prompt, generator, latents)
 
         with self.progress_bar(total=flow.num_sampling_steps) as bar:
-
-            def on_step(step: int, t: Tensor, latents: Tensor) -> Tensor | None:
-                bar.update()
-                if callback_on_step_end is None:
-                    return None
-                returned = callback_on_step_end(self, step, t[0], {"latents": latents})
-                return (returned or {}).get("latents")
-
+            on_step = partial(self._end_step, bar, callback_on_step_end)
             parts = sampler.looped(requests, on_step=on_step)
 
         frames: Any = parts[0]
@@ -288,6 +276,16 @@ class OpenSoraPipeline(AdapterMethods, Base):
             frames = as_output(collected(decoded, len(requests)), output_type)
         self.maybe_free_model_hooks()
         return OpenSoraPipelineOutput(frames=frames) if return_dict else (frames,)
+
+    def _end_step(
+        self, bar: Any, callback: StepCallback | None, step: int, t: Tensor, latents: Tensor
+    ) -> Tensor | None:
+        """Call the callback after a step; returns the latents that it puts in place, if any."""
+        bar.update()
+        if callback is None:
+            return None
+        returned = callback(self, step, t[0], {"latents": latents})
+        return (returned or {}).get("latents")
 
     def _scheduler(self) -> OpenSoraScheduler:
         if not isinstance(self.scheduler, OpenSoraScheduler):
