@@ -343,7 +343,7 @@ def load_definition(source: Any) -> Any:
     return definition
 
 
-def _refuse_context_parallel(*args: Any, **kwargs: Any) -> None:
+def _refuse_context_parallel(*args: Any, **kwargs: Any) -> Any:
     raise DefinitionError(
         "got torch.distributed.tensor.experimental's context parallel on CPUs; expected a "
         "parallelism that runs there, as torch's needs the attention kernels of GPUs; check it "
