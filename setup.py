@@ -15,6 +15,7 @@ EXTRAS = {
     # What the plugin and ``colossalai run`` import, beside
     # ``pip install --no-deps colossalai==0.5.0``, whose own requirements hold torch at 2.5.1.
     "colossalai-runtime": ["click", "contexttimer", "fabric", "packaging", "rich"],
+    "quantized": ["torchao>=0.18"],
     "studio": ["gradio>=6.17"],
     "tensorboard": ["tensorboard"],
     "wandb": ["wandb>=0.19"],
@@ -68,6 +69,7 @@ setup(
         "test": [
             *EXTRAS["captions"],
             *EXTRAS["colossalai-runtime"],
+            *EXTRAS["quantized"],
             *EXTRAS["studio"],
             *EXTRAS["tensorboard"],
             "build==1.6.1",

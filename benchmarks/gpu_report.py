@@ -29,19 +29,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from opensora_sp.device_verification import choose_kernels
 from opensora_sp.models import build_model
 from opensora_sp.models.attention import attention
-from opensora_sp.models.kernels import Kernels, current_kernels
+from opensora_sp.models.kernels.fused import Kernels, current_kernels
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import GPUS, SHEETS
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, ModelFlops, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
+from opensora_sp.runtime.cost_models import GPUS, SHEETS
 from opensora_sp.runtime.doctor.device import Examination, setup_for
-from opensora_sp.runtime.doctor.probe import median_seconds
+from opensora_sp.runtime.doctor.diagnosis import median_seconds
 from opensora_sp.runtime.rank_info import versions
 
 MODEL = "STDiT3-XL/2"

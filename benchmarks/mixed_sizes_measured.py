@@ -58,7 +58,7 @@ from opensora_sp.parallel.communication import listening
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.memory import memory_for
-from opensora_sp.runtime.cost_model_file import write_cost_model
+from opensora_sp.runtime.cost_models import write_cost_model
 from opensora_sp.training.preflight import preflight
 from opensora_sp.training.trainer import Trainer
 

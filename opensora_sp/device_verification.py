@@ -20,16 +20,9 @@ import torch.distributed as dist
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention import choose_backends, set_refused
-from opensora_sp.models.attention_table import (
-    KERNELS,
-    KINDS,
-    LABELS,
-    Backend,
-    names_by_kind,
-)
-from opensora_sp.models.kernels import Kernels, check_kernels, set_kernels
+from opensora_sp.models.attention_table import KERNELS, KINDS, LABELS, Backend, names_by_kind
 from opensora_sp.models.kernels.examples import Sizes, kernel_names
-from opensora_sp.models.kernels.fused import set_verified
+from opensora_sp.models.kernels.fused import Kernels, check_kernels, set_kernels, set_verified
 from opensora_sp.models.kernels.verification import (
     OBSTACLES,
     Case,
@@ -41,7 +34,6 @@ from opensora_sp.models.kernels.verification import (
     verify_kernel,
 )
 from opensora_sp.parallel.agreement import gathered
-from opensora_sp.planner.batches import batches_by_name
 
 __all__ = ["choose_attention", "choose_kernels"]
 
@@ -71,7 +63,6 @@ def choose_kernels(
         kernels: "auto" takes the Triton kernels that are verified, "triton" takes all of them and
             requires that they are, "torch" takes none.
         model: an STDiT model, whose widths are verified.
-        dtype: of its tokens.
 
     Returns:
         "triton" or "torch" for each kernel.
@@ -158,7 +149,6 @@ def choose_attention(
 
     Args:
         model: an STDiT model, of whose parameters some are trained in a training run.
-        dtype: of its tokens.
 
     Raises:
         ValueError: on every rank, if the config names a kernel that is not right.
@@ -211,7 +201,7 @@ def _failed(cases: Iterable[Case], names: Mapping[str, str], device: torch.devic
 def run_lengths(cfg: TrainConfig | InferenceConfig, config: Any) -> dict[str, list[int]]:
     """Tokens of the sequences of a run's batches, ascending, by kind of attention."""
     lengths: dict[str, set[int]] = {kind: set() for kind in KINDS}
-    for batch in batches_by_name(cfg).values():
+    for batch in cfg.batches().values():
         size = planned_latent_size(cfg.vae, batch.num_frames, *batch.image_size)
         for kind, sequences in config.sequences(config.grid(1, size), torch.float32).items():
             lengths[kind].add(sequences.length or 1)

@@ -2,11 +2,13 @@
 
 A folder of adapters::
 
-    adapter_config.json          rank, alpha and layers, as peft reads them
-    adapter_model.safetensors    "base_model.model.<layer>.lora_A.weight", "...lora_B.weight"
+    adapter_config.json          rank, alpha, kind and layers, as peft reads them
+    adapter_model.safetensors    "base_model.model.<layer>.lora_A.weight", "...lora_B.weight", and
+                                 with DoRA "...lora_magnitude_vector"
     base.json, config.json       ours: which weights they were trained on, and their model
 
-Merging adds ``scale * alpha / rank * B A`` to the weight of a layer (Hu et al., 2021).
+Merging adds ``scale * alpha / rank * B A`` to the weight of a layer (Hu et al., 2021). Adapters of
+DoRA (Liu et al., 2024) add ``scale`` times the change that they make to the weight alone.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ MAX_SCALE = 1000.0
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False,),
+    "use_dora": (False, True),
     "fan_in_fan_out": (False,),
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
@@ -49,7 +51,11 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     # Others also change the weights that the adapters are for.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
+# The norms of DoRA, between ".lora_" and the name of the adapter.
+NORMS = "magnitude_vector"
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.\w+)?\.weight|(magnitude_vector)(?:\.\w+)*)"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -67,21 +73,35 @@ class Base:
 
 
 @dataclass(frozen=True)
+class AdapterKind:
+    """Rank and scale of adapters, as in ``adapter_config.json``."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """By which ``B A`` is multiplied."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+@dataclass(frozen=True)
 class Adapters:
     """Opened adapters; none of their tensors are read yet.
 
     Attributes:
-        path: of their folder.
         weights: A ``[rank, in]`` and B ``[out, rank]``, as "<layer>.lora_A.default.weight", the
-            names of a model's parameters.
-        scaling: alpha / rank.
+            names of a model's parameters; with DoRA also the norms ``[out]``.
+        kind: rank and scale.
         base: None in folders of other programs.
-        scale: by which they are multiplied beyond ``scaling``.
+        scale: by which they are multiplied beyond ``kind.scaling``.
     """
 
     path: Path
     weights: Weights
-    scaling: float
+    kind: AdapterKind
     base: Base | None
     scale: float = 1.0
 
@@ -95,14 +115,20 @@ class Adapters:
         tensors = self.weights.tensors
         return tensors[parameter_name(layer, "A")], tensors[parameter_name(layer, "B")]
 
-    def delta(self, layer: str, dtype: torch.dtype) -> Tensor:
-        """Change of a layer's weight, ``[out, in]``."""
-        down, up = (stored.read().to(dtype) for stored in self.pair(layer))
-        return self.scale * self.scaling * (up @ down)
+    def delta(self, layer: str, weight: Tensor) -> Tensor:
+        """Change of a layer's weight, ``[out, in]`` in at least float32."""
+        down, up = (stored.read().to(weight) for stored in self.pair(layer))
+        if not self.kind.use_dora:
+            return self.scale * self.kind.scaling * (up @ down)
+
+        changed: Tensor = weight + self.kind.scaling * (up @ down)
+        norms = self.weights.tensors[parameter_name(layer, NORMS)].read().to(weight)
+        ratios: Tensor = norms / torch.linalg.norm(changed, dim=1)
+        return self.scale * (ratios[:, None] * changed - weight)
 
 
 def parameter_name(layer: str, matrix: str) -> str:
-    """The parameter of a model with adapters: of a layer, "A" or "B"."""
+    """The parameter of a model with adapters: of a layer, "A", "B" or ``NORMS``."""
     return f"{layer}.lora_{matrix}.{ADAPTER}.weight"
 
 
@@ -113,18 +139,22 @@ def layer_of(parameter: str) -> str:
 
 def name_on_disk(parameter: str) -> str:
     """peft's name of a parameter, without the name of the adapter."""
+    if parameter.endswith(f".lora_{NORMS}.{ADAPTER}.weight"):
+        return f"base_model.model.{parameter.removesuffix(f'.{ADAPTER}.weight')}"
     return f"base_model.model.{parameter.replace(f'.{ADAPTER}.', '.')}"
 
 
 def adapter_files(
-    layers: Sequence[str], *, rank: int, alpha: float, base: Base
+    layers: Sequence[str], kind: AdapterKind, base: Base, *, dropout: float = 0.0
 ) -> dict[str, bytes]:
     """The JSON files of a folder of adapters, by name."""
     peft = {
         "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "r": kind.rank,
+        "lora_alpha": kind.alpha,
+        "lora_dropout": dropout,
+        "use_rslora": kind.use_rslora,
+        "use_dora": kind.use_dora,
         "bias": "none",
         "target_modules": sorted(layers),
         "base_model_name_or_path": base.name,
@@ -156,6 +186,7 @@ def parse_source(text: str) -> tuple[str, float]:
         ValueError: for a scale that is no finite number, or beyond ``MAX_SCALE``.
     """
     path, _, number = text.rpartition(":")
+    # A file may have a colon in its name.
     if not path or Path(text).exists():
         return text, 1.0
     try:
@@ -196,7 +227,7 @@ def open_adapters(source: str, *, ema: bool = True) -> Adapters:
         )
 
     config = read_json(folder / ADAPTER_CONFIG)
-    scaling = _scaling(config, folder)
+    kind = _kind(config, folder)
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         raise ValueError(
@@ -205,14 +236,14 @@ def open_adapters(source: str, *, ema: bool = True) -> Adapters:
             "save_pretrained(..., safe_serialization=True)"
         )
     weights = open_weights(file)
-    tensors = _by_parameter(weights.tensors, folder)
+    tensors = _by_parameter(weights.tensors, folder, with_norms=kind.use_dora)
     ranks = {stored.shape[0] for name, stored in tensors.items() if ".lora_A." in name}
     if ranks - {config["r"]}:
         raise ValueError(
             f"got {folder / ADAPTER_CONFIG} with r = {config['r']} for adapters of rank "
             f"{sorted(ranks)}; expected the same rank; copy both files again from one folder"
         )
-    return Adapters(folder, replace(weights, tensors=tensors), scaling, _base(folder), scale)
+    return Adapters(folder, replace(weights, tensors=tensors), kind, _base(folder), scale)
 
 
 def _base(folder: Path) -> Base | None:
@@ -231,21 +262,29 @@ def _base(folder: Path) -> Base | None:
     return Base(name, sha256)
 
 
-def _scaling(config: Any, folder: Path) -> float:
-    """alpha / rank of an ``adapter_config.json``."""
+def _kind(config: Any, folder: Path) -> AdapterKind:
+    """Rank and scale of an ``adapter_config.json``."""
     others = ["no names and values"]
     if isinstance(config, dict):
         differing = [key for key in MUST_BE if config.get(key, MUST_BE[key][0]) not in MUST_BE[key]]
         others = [f"{key} = {config[key]!r}" for key in differing]
     if others:
         raise ValueError(
-            f"got {folder / ADAPTER_CONFIG} with {', '.join(others)}; expected plain LoRA of "
+            f"got {folder / ADAPTER_CONFIG} with {', '.join(others)}; expected LoRA or DoRA of "
             "linear layers; merge such adapters with peft (merge_and_unload) and pass the result "
             "as --ckpt"
         )
     try:
-        rank, alpha = float(config["r"]), float(config["lora_alpha"])
-        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        # Rank-stabilised LoRA (Kalajdzievski, 2023), which peft writes with the same keys.
+        kind = AdapterKind(
+            rank=int(config["r"]),
+            alpha=float(config["lora_alpha"]),
+            use_rslora=bool(config.get("use_rslora")),
+            use_dora=bool(config.get("use_dora")),
+        )
+        # A rank of zero has no scale.
+        _ = kind.scaling
+        return kind
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         raise ValueError(
             f"got {folder / ADAPTER_CONFIG} with r = {config.get('r')!r} and lora_alpha = "
@@ -253,26 +292,30 @@ def _scaling(config: Any, folder: Path) -> float:
         ) from None
 
 
-def _by_parameter(tensors: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
-    """The tensors by names of parameters, A and B of each layer."""
+def _by_parameter(
+    tensors: Mapping[str, Stored], folder: Path, *, with_norms: bool
+) -> dict[str, Stored]:
+    """The tensors by names of parameters, A and B of each layer, and with DoRA its norms."""
+    matrices = {"A": 2, "B": 2, **({NORMS: 1} if with_norms else {})}
     parameters = {}
     for name, stored in tensors.items():
         match = _NAME.fullmatch(name)
-        if match is None or len(stored.shape) != 2:
+        matrix = "" if match is None else match[2] or match[3]
+        if match is None or len(stored.shape) != matrices.get(matrix):
             raise ValueError(
                 f"got {name} {list(stored.shape)} among the adapters in {folder}; expected lora_A "
-                "and lora_B of linear layers alone; merge such adapters with peft "
-                "(merge_and_unload) and pass the result as --ckpt"
+                f"and lora_B of linear layers alone, and with use_dora their lora_{NORMS}; merge "
+                "such adapters with peft (merge_and_unload) and pass the result as --ckpt"
             )
-        parameters[parameter_name(match[1], match[2])] = stored
+        parameters[parameter_name(match[1], matrix)] = stored
 
     for name in parameters:
         layer = layer_of(name)
-        missing = [m for m in "AB" if parameter_name(layer, m) not in parameters]
+        missing = [m for m in matrices if parameter_name(layer, m) not in parameters]
         if missing:
             raise ValueError(
-                f"got adapters of {layer} in {folder} without lora_{missing[0]}; expected A and B "
-                "of each layer; copy the file again"
+                f"got adapters of {layer} in {folder} without lora_{missing[0]}; expected "
+                f"{', '.join(matrices)} of each layer; copy the file again"
             )
     return parameters
 
@@ -301,7 +344,9 @@ def check_adapters(adapters: Adapters, model: nn.Module) -> None:
 
     for name in adapters.layers:
         down, up = (stored.shape for stored in adapters.pair(name))
-        if (up[0], down[1]) != layers[name] or up[1] != down[0]:
+        norms = adapters.weights.tensors.get(parameter_name(name, NORMS))
+        fits = norms is None or norms.shape == up[:1]
+        if (up[0], down[1]) != layers[name] or up[1] != down[0] or not fits:
             raise ValueError(
                 f"got adapters of another model in {adapters.path}: {name} has A {list(down)} and "
                 f"B {list(up)}; expected them for a weight {list(layers[name])}; {advice}"
@@ -344,7 +389,7 @@ def _sum(stored: Stored, layer: str, adapters: Sequence[Adapters]) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = weight.to(wide)
     for source in adapters:
-        total = total + source.delta(layer, wide)
+        total = total + source.delta(layer, weight.to(wide))
     return total.to(weight.dtype)
 
 
@@ -355,6 +400,7 @@ def base_digest(weights: Weights, layers: Iterable[str]) -> str:
     that conversions change. It reads these weights once: a few seconds for a model of 1 B.
     """
     hashed = hashlib.sha256()
+    # Sorted: adapters list their layers in any order.
     for layer in sorted(layers):
         rounded = _weight_of(weights, layer).read().to(torch.bfloat16)
         hashed.update(layer.encode() + b"\0")

@@ -74,6 +74,7 @@ class CheckpointFolder:
 
         committed = committed_checkpoints(run_dir)
         for path in sorted(run_dir.iterdir()):
+            # Removed at the next save rather than at the start: a start that fails changes nothing.
             uncommitted = checkpoint_step(path) is not None and path not in committed
             if path.is_dir() and (uncommitted or path.name.startswith(".partial-")):
                 self.filesystem.remove_tree(path)
@@ -98,6 +99,7 @@ class CheckpointFolder:
         self.filesystem.flush(self.final.parent)
 
         self.filesystem.write_file(self.final / "COMMIT", _commit_text(manifest))
+        # After COMMIT: this file shows that a checkpoint was committed, also when it is gone.
         self.filesystem.write_file(self.final.parent / "latest", f"{self.final.name}\n".encode())
         self._remove_old()
         logger.info("saved %s", self.final)
@@ -119,6 +121,7 @@ class CheckpointFolder:
         self.filesystem.write_flushed(self.partial / "manifest.json", manifest)
 
         folders = [path for path in self.partial.rglob("*") if path.is_dir()]
+        # A file whose name is not flushed may be gone after a power failure.
         for folder in (*folders, self.partial):
             self.filesystem.flush(folder)
         return manifest
@@ -142,9 +145,11 @@ class CheckpointFolder:
         steps = {}
         for folder in committed_checkpoints(self.final.parent):
             with suppress(ValueError):
+                # One that cannot be read does not count, so it never makes a good one surplus.
                 steps[folder] = _read_manifest(folder)["step"]
 
         newest = checkpoint_step(self.final)
+        # Later ones were passed over by this run, and may be wanted by whoever looks why.
         candidates = [folder for folder, step in steps.items() if step <= newest]
         for old in candidates[: -self.keep_last]:
             if self.keep_every is None or steps[old] % self.keep_every:
@@ -269,6 +274,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     _check_format(commit, folder)
     path = folder / "manifest.json"
     text = _read_bounded(folder, path.name, MAX_BYTES)
+    # So that COMMIT covers the manifest, and by its digests all files.
     if commit != _commit_text(text):
         raise DamagedCheckpointError(f"{path} is not the one that COMMIT names")
 

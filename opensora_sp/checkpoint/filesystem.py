@@ -43,6 +43,7 @@ class FileSystem:
         def write_all() -> None:
             rest = memoryview(content).cast("B")
             while rest:
+                # An unbuffered write may take a part, as when the disk becomes full.
                 rest = rest[file.write(rest) :]
 
         self.perform("write", Path(file.name), write_all)
@@ -88,6 +89,7 @@ class FileSystem:
 
 def flush(path: Path) -> None:
     """Flush a file's content, or a folder's list of names, to the storage device (fsync)."""
+    # A folder can be opened for reading alone, which suffices for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -191,11 +191,7 @@ def local_path(source: str | Path, subfolder: str = "", **options: Any) -> Path:
 # A run opens its weights more than once: each time the same commit.
 @lru_cache(maxsize=16)
 def fetch(
-    name: HubName,
-    *,
-    kind: Kind = WEIGHTS,
-    allow_pickle: bool = False,
-    more: tuple[str, ...] = (),
+    name: HubName, *, kind: Kind = WEIGHTS, allow_pickle: bool = False, more: tuple[str, ...] = ()
 ) -> Path:
     """The path in the cache of weights on the hub: a file, or a folder with ``config.json``.
 
@@ -306,6 +302,7 @@ def _not_fetched(name: HubName, kind: Kind, error: Exception) -> ValueError:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    # Errors of huggingface_hub have several lines, and a page of advice.
     text = " ".join(str(error).split())[:300] or type(error).__name__
     reason = f"cannot be fetched from the hub ({text})"
     if isinstance(error, LocalEntryNotFoundError):

@@ -42,12 +42,7 @@ MUST_BE = {"no_temporal_pos_emb": False}
 
 
 def model_config_json(name: str, config: Any) -> bytes:
-    """The content of ``config.json`` next to the weights.
-
-    Args:
-        name: of the model's class.
-        config: its dataclass.
-    """
+    """The content of ``config.json`` next to the weights."""
     values = {"_class_name": name, **dataclasses.asdict(config)}
     return (json.dumps(values, indent=1) + "\n").encode()
 
@@ -125,9 +120,7 @@ def choose_config(
     """Class, configuration and notes: from ``config.json`` if there is one, else from ``model``.
 
     Args:
-        source: path of the weights.
         saved: content of their ``config.json``.
-        model: class or preset.
         overrides: settings that replace values of ``config.json`` or of the preset.
         num_tensors: how many tensors the weights have, which bounds the number of blocks.
 
@@ -167,12 +160,7 @@ def choose_config(
 
 
 def check_model_config(
-    folder: Path,
-    name: str,
-    config: Any,
-    *,
-    convert: Collection[str] = (),
-    allow_base: bool = False,
+    folder: Path, name: str, config: Any, *, convert: Collection[str] = (), allow_base: bool = False
 ) -> None:
     """Compare the configured model with the ``config.json`` of weights.
 
@@ -180,9 +168,6 @@ def check_model_config(
     elsewhere.
 
     Args:
-        folder: of the weights.
-        name: of the model's class.
-        config: its dataclass.
         convert: conversions, whose settings may differ.
         allow_base: the file may name a class that the model's is derived from, without the settings
             that the latter adds.

@@ -135,6 +135,7 @@ def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     checkpoint = newest_checkpoint(path)
     if checkpoint is not None:
         part = checkpoint / ("ema" if ema else "model")
+        # Their tensors fit no model by name, which would be reported as a model that differs.
         _refuse_adapters(part, name)
         return part
 
@@ -163,7 +164,8 @@ def _refuse_adapters(folder: Path, name: str) -> None:
     if (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"got checkpoint {name!r}, which holds LoRA adapters; expected the weights of a whole "
-            f"model; pass the model that they are for, and --lora {name}, or merge them: "
+            f"model; pass the model that they are for, and --lora {name}, in a training "
+            f"lora.load={name}, or merge them: "
             f"opensora-sp convert MODEL OUT --merge-lora {name}"
         )
 

@@ -47,10 +47,8 @@ class Weights:
     """Opened weights.
 
     Args:
-        path: of the file or folder.
         format: for the log, such as "3 shards, safetensors".
         config: ``config.json`` with them, if there is one.
-        tensors: by name, none of them read yet.
         notes: what was unwrapped or converted, for the log.
         metadata: of the header of a safetensors file, or of an index.
     """
@@ -128,6 +126,7 @@ def saved_config(path: Path) -> dict[str, Any] | None:
     """
     folders = [path if path.is_dir() else path.parent]
     if path.stem == "ema":
+        # Open-Sora 1.x writes ema.pt next to a folder model, which alone has the config.
         folders.append(path.parent / "model")
 
     files = [folder / "config.json" for folder in folders]

@@ -228,7 +228,6 @@ def fitted(
     """The weights for a model: converted on request, and checked name by name.
 
     Args:
-        weights: opened weights.
         model: the bare model, which may be on the meta device.
         convert: names of ``CONVERSIONS`` to apply; one without anything to convert is logged.
         strict: refuse any difference. Otherwise tensors that differ are skipped, with a warning.

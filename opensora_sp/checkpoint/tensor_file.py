@@ -160,7 +160,6 @@ class ShardIndex:
     """An index of shards.
 
     Args:
-        path: of the index; the shards are files of its folder.
         weight_map: tensor -> name of its file.
         metadata: "total_size" in bytes; in saves of this package also "sha256" of each file.
     """

@@ -144,6 +144,7 @@ class Saver:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         # Of torch: a process group, or a number for ranks that are in none.
         self._group: Any = dist.new_group(backend=host_backend()) if self._world > 1 else None
+        # One thread, so that saves are written in their order.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
         self._saving: Future[None] | None = None
 
@@ -168,6 +169,7 @@ class Saver:
 
         names: list[str] = []
         if not all_finite(shards.values()):
+            # By name only where there is one: each of these waits for the device.
             names = [name for name, tensor in shards.items() if not all_finite([tensor])]
         if self._world == 1:
             return names
@@ -208,6 +210,7 @@ class Saver:
         else:
             for part in job.parts():
                 if part.sharded:
+                    # As bytes, which rank 0 appends to the file as they are.
                     dist.send(as_bytes(part.tensor.cpu()), dst=0, group=self._group)
 
         if self._world > 1:
@@ -237,6 +240,7 @@ class Saver:
                 pass
 
             if file is not None:
+                # Closed before its folder is removed, and without the flush that would fail again.
                 file.abandon()
             with suppress(OSError):
                 job.target.abandon()
@@ -274,6 +278,7 @@ class on_rank_0:  # noqa: N801  (used like a function)
         failure = [None if error is None else Failure.of(error)]
         dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None and error is None:
+            # Rank 0 itself raises the error that left the block.
             failure[0].raise_(self.task)
 
 

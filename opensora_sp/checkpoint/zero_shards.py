@@ -36,10 +36,6 @@ class ZeroOptimizer(Protocol):
 class NamedShards:
     """A boosted model's trainable parameters by name, with this rank's shards of what ZeRO keeps.
 
-    Args:
-        module: the bare model.
-        optimizer: its ZeRO optimizer.
-
     Attributes:
         working: the model's own parameters, in the training's precision.
         master_weights: this rank's shards of the fp32 master weights.
@@ -168,8 +164,10 @@ class NamedShards:
             if whole.ndim:
                 local[kind] = self.cut(name, whole)
             else:
+                # A mapped tensor may not be changed, and the optimizer counts its steps in place.
                 local[kind] = whole.clone() if whole.is_floating_point() else int(whole)
 
+        # Assigned rather than copied: before its first step an optimizer has no state to copy into.
         self.optimizer.optim.state[self.master_weights[name]] = local
 
 
@@ -198,6 +196,7 @@ def load_model(
 
         tensors[name].copy_(whole)
         if fixed is not None:
+            # The model's own tensor has been rounded to the training's precision.
             fixed[name] = whole.to(fixed[name].dtype, copy=True)
 
 

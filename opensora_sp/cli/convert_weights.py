@@ -16,11 +16,10 @@ from typing import Any
 from opensora_sp.checkpoint import from_pretrained, save_pretrained
 from opensora_sp.checkpoint.hub import HubName, local_path
 from opensora_sp.checkpoint.model_config import MAY_DIFFER
-from opensora_sp.checkpoint.pretrained import check_vacant
+from opensora_sp.checkpoint.pretrained import check_vacant, convert_encoder, is_encoder
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import ModelSpec, load_inference_config, parse_override
-from opensora_sp.encoders.conversion import convert_encoder, is_encoder
 from opensora_sp.encoders.loading import TOKENIZER_FILES
 from opensora_sp.models.base import ConditionedModel
 
@@ -123,10 +122,7 @@ def _convert_encoder(source: Path, args: argparse.Namespace) -> str:
             )
 
     num_tensors = convert_encoder(
-        source,
-        Path(args.target),
-        allow_pickle=args.allow_pickle,
-        max_shard_size=_shard_size(args),
+        source, Path(args.target), allow_pickle=args.allow_pickle, max_shard_size=_shard_size(args)
     )
     return f"{num_tensors} tensors of an encoder"
 

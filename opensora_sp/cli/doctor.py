@@ -128,9 +128,5 @@ def _lines(checks: list[Check]) -> list[str]:
 
 def _wrap(text: str, first: str, rest: str) -> list[str]:
     return textwrap.wrap(
-        text,
-        width=WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_on_hyphens=False,
+        text, width=WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from itertools import chain
+from pathlib import Path
 
 from opensora_sp.common.console import config_arguments
+from opensora_sp.common.files import check_writable
 from opensora_sp.config import load_either
+from opensora_sp.diffusion.cached_steps import describe_steps
+from opensora_sp.parallel import closing_process_group
+from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.run_plan import BatchEstimate, Plan, bucket_estimates, estimator_of
+from opensora_sp.runtime.cost_models import write_cost_model
+from opensora_sp.runtime.rank_info import versions
+from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
+from opensora_sp.runtime.watchdog import Watchdog
 
-from .plan_calibration import run_calibration
 from .plan_fit import run_fit
 from .plan_model import add_model_options, is_diffusers_model, run_model_plan
 
@@ -65,11 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
     cfg, _ = load_either(args.config, args.cfg_options)
     estimator = estimator_of(
-        cfg,
-        args.gpus,
-        gpus_per_node=args.gpus_per_node,
-        memory_gb=args.memory_gb,
-        gpu=args.gpu,
+        cfg, args.gpus, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb, gpu=args.gpu
     )
     estimates = bucket_estimates(estimator)
     if args.json:
@@ -81,10 +87,31 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.flush()
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError without a config; without ``--fit`` also without ``--gpus``, or with options
-    of ``--fit``.
+def run_calibration(args: argparse.Namespace) -> None:
+    """Measure and print the rates; rank 0 writes the file.
+
+    Raises:
+        ValueError: on every rank, if the file cannot be written or ranks cannot join.
     """
+    path = Path(args.calibrate)
+    with raise_on_all_ranks():
+        check_writable(path.parent, "--calibrate")
+
+    store = join_rendezvous()
+    with closing_process_group(), Watchdog(store, grace_time=0):
+        rates = calibrate(start_process_group(store))
+
+    if os.environ.get("RANK", "0") == "0":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        write_cost_model(path, rates, dict(device=rates.name, versions=versions(), date=date))
+        for name, rate in rates.to_dict().items():
+            sys.stdout.write(f"{name}: {rate}\n")
+        sys.stdout.write(f"{path}: use it with cost_model={str(path)!r}\n")
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError without a config, or for options that do not go together."""
     if args.config is None:
         raise ValueError(
             "got no CONFIG; expected a config to plan; pass its path, or --calibrate FILE alone"
@@ -139,7 +166,8 @@ def _heading(run: RunEstimator) -> list[str]:
         )
         lines = [title, *_wrapped(degrees)]
     if run.adapters is not None:
-        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained")
+        int8 = f", {run.sizes.int8 / 1e6:.1f} M weights are int8" if run.sizes.int8 else ""
+        lines.append(f"LoRA: {run.adapters / 1e6:.1f} M parameters of adapters are trained{int8}")
     return [*lines, ""]
 
 
@@ -181,6 +209,10 @@ def _details(estimate: BatchEstimate) -> list[str]:
     ]
     if kept.master_weights:
         entries.append(f"blocks: {memory.describe()}")
+    if (whole := estimate.steps) is not None:
+        sent = f"{sum(whole.sent) / len(whole.sent) / 1e6:,.1f} MB sent"
+        steps = describe_steps(whole.steps) or f"all {len(whole.steps)} are computed"
+        entries.append(f"steps: {steps}; together {whole.seconds:.3g} s and {sent}")
     if estimate.sampling is not None:
         entries.append(f"with the encoders: {estimate.sampling.describe()}")
     return ["", *chain.from_iterable(map(_wrapped, entries))]

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from opensora_sp.config import TrainConfig, dump_config, load_either
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
-from opensora_sp.planner.batches import with_batch_sizes_in
 from opensora_sp.planner.fit import LARGEST_BATCH, Fit, fit
 from opensora_sp.planner.run_plan import check_numbers, rates_of
 from opensora_sp.planner.traffic import GPUS_OF_NODE
@@ -60,7 +59,7 @@ def run_fit(args: argparse.Namespace) -> None:
     )
 
     command = shlex.join(["opensora-sp", *args.words]).replace("\n", " ")
-    config = dump_config(with_batch_sizes_in(cfg, result.sizes))
+    config = dump_config(cfg.with_batch_sizes(result.sizes))
     out.write_text(f"# {command}\n{config}", encoding="utf-8")
     if args.json:
         sys.stdout.write(json.dumps(asdict(result), indent=1) + "\n")

@@ -24,11 +24,16 @@ OPTIONS = {
     "reference_path": "FILES",
     "mask_strategy": "TEXT",
     **dict.fromkeys(("loop", "sp_size", "scheduler.num_sampling_steps"), "N"),
-    "scheduler.cfg_scale": "X",
+    **{"scheduler.cfg_scale": "X", "scheduler.guidance_interval": "LOW,HIGH"},
+    **{"scheduler.cache_threshold": "X", "scheduler.cache_curve": "FILE"},
 }
 SCHEDULER_HELP = {
     "scheduler.num_sampling_steps": "sampling steps",
     "scheduler.cfg_scale": "scale of classifier-free guidance; 1 turns it off",
+    "scheduler.guidance_interval": "noise levels, 0 (data) to 1 (noise), of steps with guidance",
+    "scheduler.cache_threshold": "reuse the blocks' residual up to this estimated relative change; "
+    "0 computes all steps",
+    "scheduler.cache_curve": "curve of the model, by scripts/fit_cache_curve.py",
 }
 
 # Videos of a prompt that VBench looks for.
@@ -108,10 +113,7 @@ def parser() -> argparse.ArgumentParser:
         "--gif", dest="format", action="store_const", const="gif", help="write GIF instead of mp4"
     )
     parser.add_argument(
-        "--skip-existing",
-        action="store_const",
-        const=True,
-        help="skip videos that exist already",
+        "--skip-existing", action="store_const", const=True, help="skip videos that exist already"
     )
     add_allow_pickle(parser)
     return parser

@@ -32,9 +32,4 @@ def run(args: argparse.Namespace) -> None:
         cfg = load_train_config(args.config, args.cfg_options)
     if args.allow_pickle:
         cfg = cfg.model_copy(update={"allow_pickle": True})
-    train(
-        cfg,
-        resume=args.resume,
-        profile=args.profile,
-        accept_new_data=args.accept_new_data,
-    )
+    train(cfg, resume=args.resume, profile=args.profile, accept_new_data=args.accept_new_data)

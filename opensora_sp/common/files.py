@@ -56,12 +56,7 @@ _STRING = re.compile(rb'"[^"]*"')
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def read_json(
-    path: str | Path,
-    *,
-    max_bytes: int = MAX_BYTES,
-    object_hook: Callable[[dict[str, Any]], Any] | None = None,
-) -> Any:
+def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Any:
     """The content of a JSON file in UTF-8.
 
     Raises:
@@ -69,15 +64,13 @@ def read_json(
         ValueError: if it is larger than ``max_bytes``, nested deeper than ``MAX_DEPTH``, or not
             JSON.
     """
-    text = read_small_file(path, max_bytes, "JSON")
-    return parse_json(text, str(path), object_hook=object_hook)
+    return parse_json(read_small_file(path, max_bytes, "JSON"), str(path))
 
 
 def parse_json(
     text: str | bytes,
     source: str,
     *,
-    object_hook: Callable[[dict[str, Any]], Any] | None = None,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
     """Parse JSON.
@@ -85,7 +78,7 @@ def parse_json(
     Args:
         text: bytes are UTF-8.
         source: where it is from, for errors.
-        object_hook, object_pairs_hook: see ``json.loads``.
+        object_pairs_hook: see ``json.loads``.
 
     Raises:
         ValueError: if it is nested deeper than ``MAX_DEPTH``, or not JSON.
@@ -95,7 +88,7 @@ def parse_json(
             text = text.decode()
         if _is_deep(text):
             raise ValueError(f"more than {MAX_DEPTH} brackets are open at a time")
-        return json.loads(text, object_hook=object_hook, object_pairs_hook=object_pairs_hook)
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
     except ValueError as error:
         raise ValueError(
             f"got {source}, which is not JSON that can be read ({error}); expected JSON nested at "

@@ -18,6 +18,8 @@ from opensora_sp.checkpoint.model_config import check_text_length
 from opensora_sp.checkpoint.state_dict import check_conversions
 from opensora_sp.common.importing import component_class
 from opensora_sp.data import ClipShape, ExtraFiles, Limits
+from opensora_sp.data.buckets import BatchSpec
+from opensora_sp.diffusion.cached_steps import check_curve, read_curve
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
     TEXT_ENCODERS,
@@ -26,7 +28,7 @@ from opensora_sp.encoders import (
     planned_latent_size,
 )
 from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes
-from opensora_sp.models.kernels import Kernels
+from opensora_sp.models.kernels.fused import Kernels
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.options import Options
@@ -118,7 +120,11 @@ def _checked_model(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_scheduler(section: dict[str, Any]) -> dict[str, Any]:
-    return check_component("scheduler", {"type": "rflow", **section}, SCHEDULERS)
+    section = {"type": "rflow", **section}
+    # Every rank, and the metadata of videos, have the curve itself.
+    if isinstance(section.get("cache_curve"), str):
+        section["cache_curve"] = read_curve(section["cache_curve"])
+    return check_component("scheduler", section, SCHEDULERS)
 
 
 _checked_vae = partial(check_component, "vae", known=LATENT_ENCODERS, protocol=LatentEncoder)
@@ -255,6 +261,8 @@ class Common(Strict):
         model = self.model_spec.config
         scheduler = build_component(self.scheduler, SCHEDULERS)
         scheduler.check_channels(model.in_channels, model.out_channels)
+        if getattr(scheduler, "cache_threshold", 0) > 0:
+            check_curve(scheduler.cache_curve, self.model_spec.model_class, model)
 
     def _check_conditioned(self, setting: str, key: str, wanted: Any) -> None:
         """Raise ValueError unless the model takes conditioning frames, and a key is as wanted."""
@@ -285,6 +293,10 @@ class Common(Strict):
     def clip_shape(self) -> ClipShape:
         """Frames, height and width of a clip; of the largest, with buckets."""
         return ClipShape(self.num_frames, *self.size)
+
+    def _batches_of_one_size(self, batch_size: int) -> dict[str, BatchSpec]:
+        name = f"{self.size[0]}x{self.size[1]} x {self.num_frames}"
+        return {name: BatchSpec(batch_size, self.num_frames, self.size)}
 
     @property
     def size(self) -> tuple[int, int]:

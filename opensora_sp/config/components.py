@@ -69,7 +69,6 @@ def check_component(
     """Check a component's ``type`` and its options against the constructor's arguments.
 
     Args:
-        key: the component's key in the config.
         known: classes by name; any other type is an importable name.
         protocol: whose methods the class must have.
 

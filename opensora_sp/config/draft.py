@@ -46,7 +46,6 @@ class Draft:
 
     Attributes:
         notes: messages about translated keys of Open-Sora.
-        run: the kind of config.
         foreign: this is a config of Open-Sora.
         overridden: the keys that the command line has set, also to None.
     """

@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from opensora_sp.data.buckets import BatchSpec
+
 from .common import Common
 from .components import SCHEDULERS, build_component
 from .sections import Fps, Precision, Prompts
@@ -103,6 +105,10 @@ class InferenceConfig(Common):
 
     outputs: str = "samples"
     """Folder of the samples."""
+
+    def batches(self) -> dict[str, BatchSpec]:
+        """The batches that are sampled, by their size."""
+        return self._batches_of_one_size(self.batch_size)
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.models.kernels import check_kernels
+from opensora_sp.models.kernels.fused import check_kernels
 from opensora_sp.parallel.mesh import check_sp_size
 from opensora_sp.parallel.rank_groups import check_degrees_in
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 from .draft import raise_together
 

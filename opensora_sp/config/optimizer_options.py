@@ -50,6 +50,15 @@ STATES = {
     "Adagrad": State(("sum",)),
     "Adadelta": State(("square_avg", "acc_delta")),
 }
+# By a part of its name in lower case, why an optimizer is refused.
+REFUSED = {
+    "bit": "bitsandbytes needs a GPU, and rounds moments in blocks, which shards would cut",
+    "muon": "it multiplies whole matrices",
+    "shampoo": "it multiplies whole matrices",
+    "adafactor": "its second moments are means over rows and columns",
+    "lamb": "its step depends on the norm of a whole layer",
+    "lbfgs": "it needs products of whole gradients, and several losses for a step",
+}
 # Declared by ``Optimizer``, or of how torch computes a step, which the plugin decides.
 NOT_OPTIONS = {
     *("self", "params", "lr", "weight_decay"),
@@ -118,9 +127,12 @@ def _check_name(name: Any) -> None:
     name = str(name)
     if name in STATES:
         return
+    reasons = [reason for part, reason in REFUSED.items() if part in name.lower()]
+    because = f" ({reasons[0]})" if reasons else ""
     raise ValueError(
-        f"got optimizer.type {name!r}; expected an elementwise optimizer, since ZeRO gives each "
-        f"rank a flat range of a parameter's numbers: {list(STATES)}; {nearest(name, STATES)}"
+        f"got optimizer.type {name!r}{because}; expected an elementwise optimizer, since ZeRO "
+        f"gives each rank a flat range of a parameter's numbers: {list(STATES)}; "
+        f"{nearest(name, STATES)}"
     )
 
 

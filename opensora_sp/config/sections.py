@@ -24,10 +24,7 @@ class Strict(BaseModel):
     """Base of all sections; unknown keys are errors."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
+        extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
 
 
@@ -127,6 +124,29 @@ class Lora(Strict):
     targets: tuple[str, ...] = Field(DEFAULT_TARGETS, min_length=1)
     """Names of linear layers, or patterns of them such as `*.attn.qkv`; the last that matches
     decides, `!pattern` makes exceptions. By default all layers of all blocks."""
+
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Rate at which input features of the adapters are dropped, the same for all tokens of a
+    micro-batch."""
+
+    use_rslora: bool = False
+    """Rank-stabilised scaling: alpha / sqrt(rank) instead of alpha / rank."""
+
+    use_dora: bool = False
+    """Train the norms of the adapted weights' rows as well (DoRA)."""
+
+    load: str | None = None
+    """Adapters to train further: a run, a checkpoint, a folder of peft, or a name on the hub; None
+    begins with new ones. Their rank, alpha, layers and kind are those of this section."""
+
+    quantize: Literal["int8"] | None = None
+    """Keep the weights of the blocks' linear layers in int8, by torchao, while adapters are
+    trained; None keeps the precision of the training."""
+
+    @property
+    def layer_options(self) -> dict[str, Any]:
+        """The arguments of ``add_lora``."""
+        return self.model_dump(exclude={"load", "quantize"})
 
 
 def _named_files(cell: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from opensora_sp.common.importing import nearest
 from opensora_sp.data import Buckets, ClipShape
+from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec, with_batch_sizes
 from opensora_sp.data.transforms import check_degradation
 from opensora_sp.diffusion.conditioning_frames import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of
@@ -232,6 +233,27 @@ class TrainConfig(Common):
     def micro_batches(self, replicas: int) -> int:
         """Micro-batches of a step over so many replicas, at the first start of a run."""
         return self.micro_batches_per_step or self.accumulation_steps * replicas
+
+    def batches(self) -> dict[str, BatchSpec]:
+        """The batches of training, by the name of their bucket; of each bucket at 16:9."""
+        if self.bucket_config is None:
+            return self._batches_of_one_size(self.batch_size)
+
+        batches = {}
+        for entry in Buckets.of(self.bucket_config).kept:
+            shape = entry.shape_at(9 / 16)
+            size = entry.batch_size or CHOSEN_AT_START
+            batches[entry.name] = BatchSpec(size, shape.num_frames, (shape.height, shape.width))
+        return batches
+
+    def with_batch_sizes(self, sizes: Mapping[str, int]) -> TrainConfig:
+        """The config with these batch sizes by the names of ``batches``; others stay."""
+        if self.bucket_config is None:
+            (size,) = sizes.values()
+            return self.model_copy(update={"batch_size": size})
+        bucket_config = with_batch_sizes(self.bucket_config, sizes)
+        largest = Buckets.of(bucket_config).largest.batch_size
+        return self.model_copy(update={"bucket_config": bucket_config, "batch_size": largest or 1})
 
     def _rules(self) -> Iterator[Callable[[], object]]:
         yield from super()._rules()

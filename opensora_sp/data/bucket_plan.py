@@ -53,7 +53,6 @@ class BucketPlan:
     Args:
         rows: manifest with ``num_frames``, ``height`` and ``width``.
         bucket_config: see ``buckets``.
-        frame_interval: of the dataset.
         micro_batches_per_step, seed: see ``sampler``.
         cost: estimate by which micro-batches are grouped into steps.
         batch_order: of the micro-batches of an epoch, "by_cost" or "mixed".

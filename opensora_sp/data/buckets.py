@@ -40,16 +40,27 @@ DROPPED = {
 """Why a clip is in no bucket."""
 
 
+CHOSEN_AT_START = 0
+"""The batch size of a ``BatchSpec`` whose bucket leaves it out."""
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Batches of ``batch_size`` clips of ``num_frames`` frames, ``image_size`` pixels each."""
+
+    batch_size: int
+    num_frames: int
+    image_size: tuple[int, int]
+
+
 class BucketEntry(NamedTuple):
-    """One entry of a bucket config; ``batch_size`` is 0 where nothing is kept, and None where it is
-    chosen at the start.
-    """
+    """One entry of a bucket config."""
 
     resolution: str
     num_frames: int
     keep: float
     keep_frames: float | None  # probability of taking this number of frames at all
-    batch_size: int | None
+    batch_size: int | None  # 0 where nothing is kept, None where it is chosen at the start
 
     @property
     def name(self) -> str:
@@ -195,9 +206,7 @@ class Buckets:
 
 
 def batch_sizes_of(config: Mapping[str, Mapping[Any, Any]]) -> dict[str, int]:
-    """The batch sizes that a bucket config, also one of a checkpoint, has by the names of its
-    entries.
-    """
+    """Batch sizes in a bucket config, also of a checkpoint, by the names of its entries."""
     sizes = {}
     for resolution, by_frames in config.items():
         for num_frames, (_, batch_size) in by_frames.items():

@@ -118,7 +118,6 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
     ``Sample.frames`` count latent frames here, each of which can be read by itself.
 
     Args:
-        path: the folder.
         extra: further inputs of the model, which the cache was made with.
 
     Attributes:
@@ -146,6 +145,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
             self.corrupt |= shard.corrupt
             for (clip, shape), (fps, tokens) in shard.clips.items():
                 self.latents.setdefault(shape, {})[clip] = shard.path, fps
+                # A caption does not depend on the shape that its clip was cut to.
                 self._tokens[clip] = tokens
 
         # It would be found in the middle of a training.
@@ -188,6 +188,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
         size = self.sizes[sample.shape]
         first, stop = sample.frames or (0, size[0])
         latents = read_record(shard, latents_name(key), slice(first, stop))
+        # Other ranks of the group expect parts of these sizes.
         if latents.shape[1:] != (len(range(size[0])[first:stop]), *size[1:]):
             raise damaged_record(shard, latents_name(key), f"its shape is {(*latents.shape,)}")
 
@@ -248,6 +249,7 @@ def extra_name(key: Key, name: str) -> str:
 def in_fewest_bits(x: Tensor) -> Tensor:
     """The same numbers on the CPU, in 16 bits where that loses nothing, as with bf16 encoders."""
     for dtype in (torch.bfloat16, torch.float16):
+        # Compared rather than assumed: an encoder of the user's may return any float32.
         if torch.equal(x.to(dtype).to(x.dtype), x):
             return x.to("cpu", dtype).contiguous()
     return x.cpu().contiguous()
@@ -291,6 +293,7 @@ def read_index(folder: Path) -> Index:
             f"got dataset.path {str(folder)!r} without {INDEX}; expected a finished feature cache; "
             f"run opensora-sp precompute CONFIG -o {folder}, which resumes where it was interrupted"
         )
+    # Before it is read: a link could lead out of the folder, and a pipe would block.
     check_files(folder, [INDEX, MANIFEST])
     try:
         index = Index.model_validate(read_json(folder / INDEX))

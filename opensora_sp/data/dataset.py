@@ -78,7 +78,6 @@ class ExtraFiles:
     """Further arrays of a clip, which NumPy files hold.
 
     Attributes:
-        names: of the arrays.
         per_frame: names of arrays whose first axis counts frames of the video. Their files may be
             longer than a clip, and are cut as its frames are.
         shapes_of: the shape of each array by its name, for a clip of (frames, height, width).
@@ -99,7 +98,6 @@ class ExtraFiles:
         """The arrays of a clip, float32, by name.
 
         Args:
-            files: by name.
             clip: frames, height and width.
             start, interval: first frame of the clip in its video, and from one frame to the next.
 
@@ -124,17 +122,14 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
     different ranks read fit together.
 
     Args:
-        manifest: a file, see ``Manifest``.
         num_frames, image_size: what ``dataset[index]`` cuts clips to, where no shape is given.
-        frame_interval: take every n-th frame.
         transform: "resize_center_crop" or "resize_random_crop".
         clip_start: take frames from the "middle" of a file, or from a "random" place.
         time_limit: seconds after which a file counts as corrupt.
         cache: keep decoded clips in memory; for small sets, with nothing random.
-        seed: of random crops and starts.
         limits: largest frames, clips and files; larger ones count as corrupt.
         extra: further arrays of a clip, whose files columns of the manifest name.
-        remove_caption_prefix: remove beginnings of captions, see ``caption_prefix``.
+        remove_caption_prefix: remove beginnings of captions, see ``manifest.without_prefix``.
 
     Raises:
         ValueError: if the manifest cannot be used, or ``cache`` would freeze random crops.
@@ -192,6 +187,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
             self._cached[key] = self._read(sample)
         clip = self._cached[key]
         if isinstance(clip, Clip):
+            # A clip kept from an earlier epoch is used with the draws of this one.
             return replace(clip, key=(sample.epoch, sample.clip))
         return clip
 
@@ -212,6 +208,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
     ) -> tuple[np.ndarray, float, Mapping[str, Tensor]]:
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)
+        # By the manifest where it states them: counting reads the whole file.
         available = entry.num_frames or count_frames(entry.path, budget)
         room = max(0, available - ((shape.num_frames - 1) * self.frame_interval + 1))
         is_middle = self.clip_start == "middle"

@@ -12,7 +12,7 @@ from pathlib import Path
 from opensora_sp.common.files import read_small_file
 
 from .dataset import CorruptSample
-from .limits import DEFAULT_LIMITS, Budget, Limits
+from .limits import DEFAULT_LIMITS, Limits
 from .manifest import Entry, Manifest
 from .video import IMAGE_SUFFIXES, UNREADABLE, VIDEO_SUFFIXES, probe
 
@@ -154,8 +154,7 @@ def _probe(path: Path, limits: Limits) -> Entry | CorruptSample:
         reason = "its name is not UTF-8, in which a manifest is written; rename it"
         return CorruptSample(shown, reason)
     try:
-        budget = Budget.of(limits.seconds, limits)
-        probed = budget.run(partial(probe, path, budget))
+        probed = probe(path, limits)
     except UNREADABLE as error:
         return CorruptSample(str(path), f"{type(error).__name__}: {error}")
 

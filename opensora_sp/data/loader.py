@@ -132,12 +132,14 @@ class RequestLoader:
         # Longer than a clip may take: a slow file is a corrupt sample, and no stuck worker.
         self.patience = 2 * time_limit + GRACE_SECONDS
         self._poll_seconds = min(POLL_SECONDS, self.patience)
+        # Without a lock, which a worker that is killed would keep.
         self._progress = RawArray("d", 2 * num_workers)
         self._workers: set[BaseProcess] = set()
 
         self._loader: DataLoader[LoadedBatch] = DataLoader(
             MicroBatchReader(dataset, draw, self._progress),
             batch_size=None,
+            # A request is a whole micro-batch, so collation is left out (batch_size=None).
             sampler=requests,
             num_workers=num_workers,
             # Of each wait, after which progress is looked at.

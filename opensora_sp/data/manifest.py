@@ -18,8 +18,6 @@ import numpy as np
 
 from opensora_sp.common.files import atomic_write, open_regular, parse_json
 
-from .caption_prefix import without_prefix
-
 
 class Entry(NamedTuple):
     """One line: a file, its caption, and its known numbers; ``aspect_ratio`` is height / width."""
@@ -42,6 +40,14 @@ MAX_LINE, MAX_COLUMNS = 1 << 20, 1000
 MAX_CLIPS_PER_BYTE = 50
 # Bytes that the cells of a Parquet file may have, and for each of its own bytes.
 MIN_CONTENT, CONTENT_PER_BYTE = 64 << 20, 1000
+# Beginnings of captioning models, which Open-Sora 1.3 removes.
+VERBS = ("shows", "captures", "features", "depicts", "presents", "is")
+PREFIXES = (
+    *(f"The video {verb} " for verb in VERBS),
+    "In the video, ",
+    *(f"The image {verb} " for verb in (*VERBS, "portrays")),
+    "In the image, ",
+)
 
 
 class Manifest(Sequence[Entry]):
@@ -52,7 +58,7 @@ class Manifest(Sequence[Entry]):
     Args:
         path: ``.csv`` with a header line, ``.jsonl`` with an object a line, or ``.parquet``.
         files: further columns, which have the path of a file in every line.
-        remove_prefix: remove beginnings of captions, see ``caption_prefix``.
+        remove_prefix: remove beginnings of captions, see ``without_prefix``.
 
     Raises:
         ValueError: if the file is missing, has another suffix, lacks a column or a path, is empty,
@@ -252,9 +258,7 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
     repeated = [name for name, times in known.items() if times > 1]
     if repeated:
         raise _refused(
-            path,
-            f" with two columns {repeated[0]!r}",
-            "each once; rename or remove the other",
+            path, f" with two columns {repeated[0]!r}", "each once; rename or remove the other"
         )
     if len(names) > MAX_COLUMNS:
         raise _refused(
@@ -393,3 +397,12 @@ def _as_numbers(path: Path, name: str, cells: list[Any], count: int) -> np.ndarr
                 "or nothing; correct it"
             ) from None
     return numbers
+
+
+def without_prefix(caption: str) -> str:
+    """The caption without a beginning such as "The video shows ", with a capital letter."""
+    for prefix in PREFIXES:
+        rest = caption[len(prefix) :].strip()
+        if rest and caption.startswith((prefix, prefix.lower())):
+            return rest[0].upper() + rest[1:]
+    return caption

@@ -97,6 +97,7 @@ class MicroBatchPlan:
 
     @cached_property
     def micro_batches_per_epoch(self) -> int:
+        # The rest of an epoch is left out: a smaller batch would be another shape.
         return len(self.clips) // self.batch_size
 
     @property
@@ -109,6 +110,7 @@ class MicroBatchPlan:
         return [self._micro_batch(number) for number in numbers]
 
     def _micro_batch(self, number: int) -> MicroBatch:
+        # From the number alone, so that any step can be the first one of a resumed run.
         epoch, position = divmod(number, self.micro_batches_per_epoch)
         span = slice(position * self.batch_size, (position + 1) * self.batch_size)
         ids = self.clips[_order(self.seed, epoch, len(self.clips))[span]]
@@ -151,6 +153,7 @@ def snake_order(costs: Sequence[float], num_replicas: int) -> list[list[int | No
     order: every second round in reverse. In the last round, replicas without one get None.
     """
     order: list[int | None] = [*sorted(range(len(costs)), key=lambda index: -costs[index])]
+    # All replicas run equally many rounds, since each ends in a collective.
     order += [None] * (-len(order) % num_replicas)
 
     rounds = [order[first : first + num_replicas] for first in range(0, len(order), num_replicas)]
@@ -193,7 +196,6 @@ class RankBatches:
     """Sampler of one rank: the requests of its micro-batches, step by step.
 
     Args:
-        start, stop: steps.
         request_of: the request of a micro-batch; by default for all of its samples.
     """
 

@@ -1,8 +1,6 @@
 """From decoded frames to the input of a VAE: resized, cropped, scaled to [-1, 1], perhaps degraded.
 
 From degraded clips a model learns to predict the true ones (Open-Sora 1.3).
-
-Legend: F frames, h x w size.
 """
 
 from __future__ import annotations

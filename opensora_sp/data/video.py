@@ -24,7 +24,7 @@ import numpy as np
 
 from opensora_sp.common.files import atomic_write, open_regular
 
-from .limits import DEFAULT_BUDGET, Budget, Limits
+from .limits import DEFAULT_BUDGET, DEFAULT_LIMITS, Budget, Limits
 from .media_checks import FIRST_BOXES, JPEG, PNG, check_boxes, why_invalid, without_metadata
 
 IMAGE_SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
@@ -94,6 +94,7 @@ def read_video(
 
     last = start + span - 1
     with _opened(path, budget) as (container, stream):
+        # Before a frame is decoded: the header suffices to refuse most.
         budget.limits.check("a clip", whole, stream.height, stream.width)
         rate = float(stream.average_rate or 24) / interval
         # Of the file and not of its first frame here: ranks read other parts of the clip.
@@ -138,6 +139,7 @@ def _stacked(
     frames, count_read = np.empty((0, 0, 0, 3), np.uint8), 0
     for picture in pictures:
         if not count_read:
+            # A frame may be larger than its header states.
             limits.check("a clip", whole, *picture.shape[:2])
             frames = np.empty((num_frames, *picture.shape), np.uint8)
 
@@ -167,14 +169,19 @@ class Probed:
     fps: float | None
 
 
-def probe(path: str | Path, budget: Budget = DEFAULT_BUDGET) -> Probed:
+def probe(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Probed:
     """Probe a file: its first frame is decoded, the others are counted.
 
     Raises:
         ValueError: if it holds no frame, or is larger than the limits.
-        OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes too
-            long.
+        OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes more
+            than ``limits.seconds``.
     """
+    budget = Budget.of(limits.seconds, limits)
+    return budget.run(partial(_probe, path, budget))
+
+
+def _probe(path: str | Path, budget: Budget) -> Probed:
     with _opened(path, budget) as (container, stream):
         first = next(_decoded(container, stream, budget), None)
         if first is None:
@@ -261,6 +268,7 @@ def _examine(path: str | Path, budget: Budget) -> tuple[str, bytes | None]:
         if start[4:8] in FIRST_BOXES:
             check_boxes(file, size, budget)
             return QUICKTIME_FORMATS, None
+        # Demuxers of images read a file whole, so a larger file is tried as a video alone.
         if size > IMAGE_PIXEL_BYTES * budget.limits.frame_pixels:
             return VIDEO_FORMATS, None
 
@@ -291,6 +299,7 @@ def _shown_packets(container: Any, stream: Any, budget: Budget) -> Iterator[Any]
     number = 0
     for packet in container.demux(stream):
         budget.check_time()
+        # Demuxers end a stream with an empty packet.
         if packet.size and not packet.is_discard:
             number += 1
             budget.limits.check_file(number)
@@ -317,6 +326,7 @@ def _frames_from(
         keys = [pts for pts, is_key in times[: start + 1] if is_key]
         container.seek(max(keys, default=times[0][0]), stream=stream)
 
+        # By display time: after a seek, nothing else tells which frame of the file is decoded.
         numbers = {pts: number for number, (pts, _) in enumerate(times)}
         decoded = _decoded(container, stream, budget)
         frames = ((numbers[frame.pts], frame) for frame in decoded if frame.pts in numbers)
@@ -337,6 +347,7 @@ def _display_times(
 
     Empty where times are missing or repeated.
     """
+    # Packets come in decoding order; a few later ones may be shown before the last frame.
     packets = islice(_shown_packets(container, stream, budget), last + 1 + MAX_REORDERING)
     times = [(packet.pts, packet.is_keyframe) for packet in packets]
     container.seek(0)
@@ -349,12 +360,14 @@ def _upright(frame: Any) -> np.ndarray:
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
-def read_frames(path: str | Path, budget: Budget = DEFAULT_BUDGET) -> np.ndarray:
+def read_frames(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> np.ndarray:
     """All frames of a video, or the one of an image.
 
     Raises:
-        ValueError: if the file holds none, is larger than the limits, or cannot be decoded in time.
+        ValueError: if the file holds none, is larger than the limits, or cannot be decoded within
+            ``limits.seconds``.
     """
+    budget = Budget.of(limits.seconds, limits)
     try:
         return budget.run(partial(_read_frames, path, budget))
     except UNREADABLE as error:

@@ -9,12 +9,14 @@ Legend: B samples, c latent channels, F latent frames, h x w latent size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from opensora_sp.models.conditions import Text
 
 from .process import DiffusionProcess, Prediction, per_sample
 
@@ -90,6 +92,8 @@ class Guidance:
         image_scales: of a step and each of so many frames; None if only the text guides.
         channels: number of output channels that are guided, by default as many as of x. Further
             ones, such as a learned variance, are taken from the conditional part.
+        guided: for each step, whether it is guided; others make the conditional prediction alone.
+            None guides all.
         flaw_fix: guidance by text keeps the deviation of the conditional prediction
             (``fix_flaws``).
         inputs: further model inputs for that batch, such as ``drop_caption``.
@@ -103,15 +107,21 @@ class Guidance:
         *,
         channels: int | None = None,
         flaw_fix: bool = False,
+        guided: Sequence[bool] | None = None,
         **inputs: Any,
     ) -> None:
         self.model, self.inputs = model, inputs
         self.text_scale, self.image_scales = text_scale, image_scales
-        self.channels, self.flaw_fix = channels, flaw_fix
+        self.channels, self.flaw_fix, self.guided = channels, flaw_fix, guided
         self.step = 0
 
     def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None) -> Tensor:
         """The guided prediction ``[B, C_out, F, h, w]``."""
+        if self.guided is not None and not self.guided[self.step]:
+            self.step += 1
+            inputs = _of_first_samples(self.inputs, len(x))
+            return self.model(x, t, x_mask=x_mask, **inputs).to(x.dtype)
+
         copies = 2 if self.image_scales is None else 3
         mask = None if x_mask is None else torch.cat([x_mask] * copies)
         out = self.model(
@@ -134,6 +144,17 @@ class Guidance:
         image_scale = both.new_tensor(scales)[:, None, None]  # [F, 1, 1]
         text = self.text_scale(self.step) * (both - frames)
         return neither + image_scale * (frames - neither) + text
+
+
+def _of_first_samples(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The model's inputs for the first ``count`` samples of its batch."""
+    selected = dict(inputs)
+    for name, argument in inputs.items():
+        if isinstance(argument, Tensor):
+            selected[name] = argument[:count]
+        elif isinstance(argument, Text):
+            selected[name] = argument.of_samples(range(count))
+    return selected
 
 
 def fix_flaws(guided: Tensor, conditional: Tensor) -> Tensor:

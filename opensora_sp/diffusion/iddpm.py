@@ -23,6 +23,7 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
 
+from .cached_steps import SamplingOptions
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
 from .guidance import Guidance
 from .loss import Positions
@@ -41,7 +42,7 @@ class ReverseStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IDDPM:
+class IDDPM(SamplingOptions):
     """Timesteps, forward process, losses and samplers; options are named as in Open-Sora.
 
     Args:
@@ -67,8 +68,9 @@ class IDDPM:
             "float64" gives the numbers of 1.0.
 
     Raises:
-        ValueError: for an unknown schedule, or values that do not fit together. Other
-            values are checked where they come from a config, by their types.
+        ValueError: for an unknown schedule, or values that do not fit together, and as of
+            ``SamplingOptions``. Other values are checked where they come from a config, by their
+            types.
     """
 
     num_sampling_steps: Annotated[int, Field(ge=0)] = 0
@@ -87,6 +89,7 @@ class IDDPM:
     table_dtype: Literal["float64", "float32"] = "float64"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         requested, count = self.num_sampling_steps, len(self.timestep_map)
         if self.timestep_respacing and requested not in (0, count):
             raise ValueError(
@@ -251,6 +254,9 @@ class IDDPM:
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
         """The guided prediction, with the variance of the captioned half; see ``Guidance``."""
         return Guidance(model, lambda step: self.cfg_scale, channels=self.cfg_channel, **inputs)
+
+    def noise_levels(self, geometry: Geometry) -> list[float]:
+        return [t.item() / self.diffusion_steps for t in self.timestep_map.flip(0)]
 
     def sample(
         self,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .cached_steps import SamplingOptions
 from .conditioning_frames import check_drop_condition
 from .guidance import ConditioningFrames, Guidance
 from .loss import frame_weights, velocity_loss
@@ -34,7 +35,7 @@ from .process import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RectifiedFlow:
+class RectifiedFlow(SamplingOptions):
     """Timesteps, forward process, loss and sampler.
 
     ``use_timestep_transform`` shifts timesteps towards noise for larger and longer videos,
@@ -56,8 +57,8 @@ class RectifiedFlow:
     (``conditioning_frames.py``).
 
     Raises:
-        ValueError: for unknown names in ``drop_condition``. Other values are
-            checked where they come from a config, by their types.
+        ValueError: for unknown names in ``drop_condition``, and as of ``SamplingOptions``. Other
+            values are checked where they come from a config, by their types.
     """
 
     num_timesteps: Positive = 1000
@@ -83,6 +84,7 @@ class RectifiedFlow:
     drop_condition: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_drop_condition(self.drop_condition)
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
@@ -188,6 +190,10 @@ class RectifiedFlow:
             steps = [round(t) for t in steps]
 
         return [self._transform(torch.full((num_samples,), t, **options), geometry) for t in steps]
+
+    def noise_levels(self, geometry: Geometry) -> list[float]:
+        timesteps = self.sampling_timesteps(1, geometry, dtype=torch.float64, device="cpu")
+        return [t.item() / self.num_timesteps for t in timesteps]
 
     def sample(
         self,

@@ -1,6 +1,4 @@
-"""Video autoencoders and text encoders, behind two small protocols; weights are loaded when one is
-built.
-"""
+"""Video and text encoders, behind two small protocols; weights are loaded at construction."""
 
 from typing import Any
 

@@ -38,8 +38,6 @@ class FrameAutoencoder(nn.Module):
     """An image autoencoder applied to every frame.
 
     Args:
-        module: diffusers' ``AutoencoderKL``.
-        scaling_factor: factor of its latents.
         micro_batch_size: frames per batch; None for all. Memory grows with it.
     """
 

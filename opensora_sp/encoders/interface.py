@@ -7,6 +7,7 @@ A config can name any class with these members, ``vae=dict(type="my_package.MyVA
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,8 +88,6 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     """The parts of a clip that ``vae`` encodes and decodes independently, in order.
 
     Args:
-        vae: a ``LatentEncoder``.
-        num_frames: frames of the clip.
         latent_frames: latent frames of the clip, ``vae.latent_size(...)[0]`` or
             ``latents.shape[2]``.
 
@@ -124,6 +123,17 @@ def decoded_pieces(vae: Any, num_frames: int, latent_frames: int) -> list[Piece]
     return [Piece(frames, frames) for frames in chunks(num_frames, size)]
 
 
+def frames_of(
+    latent_size: Callable[..., tuple[int, int, int]],
+    latent_frames: int,
+    num_frames: int,
+    size: tuple[int, int],
+) -> int:
+    """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
+    counts = range(1, num_frames + 1)
+    return max((n for n in counts if latent_size(n, *size)[0] <= latent_frames), default=0)
+
+
 def chunks(count: int, size: int, overlap: int = 0) -> list[slice]:
     """Consecutive slices of ``count`` entries, each of ``size`` but perhaps the last.
 
@@ -135,9 +145,7 @@ def chunks(count: int, size: int, overlap: int = 0) -> list[slice]:
 
 
 def check_latent_frames(latents: Tensor, num_frames: int, expected: int) -> None:
-    """Raise ValueError unless ``latents`` ``[B, c, f, h, w]`` has the ``expected`` number of
-    frames.
-    """
+    """Raise ValueError unless latents ``[B, c, f, h, w]`` have ``expected`` latent frames."""
     if latents.shape[2] != expected:
         raise ValueError(
             f"got {latents.shape[2]} latent frames to decode to {num_frames} frames; expected "

@@ -13,10 +13,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from opensora_sp.checkpoint import hub, open_weights
-from opensora_sp.checkpoint import saved_config as read_config
+from opensora_sp.checkpoint import hub
 from opensora_sp.checkpoint.hub import HubName
-from opensora_sp.checkpoint.reader import PickledWeightsError, convert_command
+from opensora_sp.checkpoint.reader import PickledWeightsError, convert_command, open_weights
+from opensora_sp.checkpoint.reader import saved_config as read_config
 
 # Files next to the weights that a text encoder reads.
 TOKENIZER_FILES = ("spiece.model", "tokenizer.json")
@@ -151,9 +151,7 @@ class PretrainedFiles:
     an index of shards names, also with ``use_safetensors=True``.
 
     Args:
-        source: value of ``from_pretrained``.
         key: key of the encoder in the config, for errors.
-        subfolder: folder of the encoder in a pipeline.
 
     Raises:
         ValueError: if there is no such folder or name, or the hub cannot be reached.

@@ -23,7 +23,6 @@ from torch import Tensor
 from opensora_sp.common.tensors import DTYPES
 
 from .interface import chunks
-from .latent_statistics import STATISTICS
 from .loading import Dtype, FrozenEncoder, Positive, load_strictly, saved_config, shortly
 from .space_time_vae import FrameStep, SpaceTimeVAE, tile_convolutions
 
@@ -92,6 +91,7 @@ class OpenSoraVAEv13(FrozenEncoder):
         self.vae.to(self.dtype)
         self.channels = z_channels
         self.micro_batch_size = micro_batch_size
+        # As the release reads these two options.
         self.frame_size = micro_frame_size if micro_batch_size else None
         self.temporal_overlap = temporal_overlap and self.frame_size is not None
         mean, std = STATISTICS[normalization] if normalization else ((0.0,), (1.0,))
@@ -128,6 +128,7 @@ class OpenSoraVAEv13(FrozenEncoder):
     def _chunks_are_independent(self) -> bool:
         """True if each chunk has the statistics that the whole clip has there."""
         period = self.get_buffer("std").shape[1]
+        # Otherwise a chunk by itself would be normalized by statistics of other frames.
         return self._latent_step is not None and self._latent_step % period == 0
 
     @torch.no_grad()
@@ -138,6 +139,7 @@ class OpenSoraVAEv13(FrozenEncoder):
             for frames in frame_chunks(video.shape[2], self.frame_size, self.temporal_overlap):
                 batches = self._batches(video[:, :, frames])
                 means = [self.vae.encode(clips.to(self.device, self.dtype)) for clips in batches]
+                # Chunks are joined, and statistics applied, in float32 whatever the weights are.
                 parts.append(torch.cat(means).float())
 
         z = torch.cat(parts, dim=2)
@@ -240,6 +242,7 @@ class OpenSoraVAEv13(FrozenEncoder):
             for name in ("shift", "std")
         )
         period = shift.shape[2]
+        # An image has the statistics of the first frame.
         if period == 1 or latent_frames == 1:
             return shift[:, :, :1], scale[:, :, :1]
         check_period(latent_frames)
@@ -356,3 +359,60 @@ def _blended(parts: list[Tensor]) -> Tensor:
         joined.append(part[:, :, 1:-1] if index < len(parts) - 1 else part[:, :, 1:])
         joined += shared[index : index + 1]
     return torch.cat(joined, dim=2)
+
+
+# Means and standard deviations of latents, as released, of each of 16 channels: over all frames of
+# videos, and for each of the 5 latent frames of a chunk.
+# fmt: off
+VIDEO_MEAN = (
+    -0.1901695, -0.044800628, 0.020789705, 0.018653357,
+    -0.011585569, 0.0010865575, 0.08378933, 0.08902134,
+    0.009409455, 0.08086848, -0.07251628, 0.05052144,
+    -0.020972481, -0.12230792, -0.0038623565, -0.023072388,
+)
+VIDEO_STD = (
+    0.9490776, 0.9594118, 0.9444303, 0.91032845,
+    0.95935166, 0.84303516, 0.8888125, 0.9291137,
+    0.97259414, 0.8917954, 0.8630854, 0.82798916,
+    0.91143, 0.7922845, 0.8991407, 0.9473514,
+)
+CHUNK_MEAN = (
+    (-0.31038138, -0.17488302, -0.1390065, -0.11228419, -0.2143084),
+    (0.089755274, -0.055954233, -0.07017383, -0.12842283, -0.059222423),
+    (0.009729884, 0.022306992, 0.023845116, 0.023336032, 0.024730036),
+    (0.10618276, -0.10902954, 0.060719784, 0.10005339, -0.06466035),
+    (0.029384656, 0.052769065, -0.0128054805, -0.03036861, -0.09690209),
+    (0.01716991, -0.007233284, 0.0011372794, -0.0029931865, -0.0026791762),
+    (0.11501131, 0.087407455, 0.0757848, 0.07428467, 0.066402785),
+    (0.043605775, 0.12531929, 0.05740308, 0.09716418, 0.12161173),
+    (-0.003800593, 0.066950716, 0.0037457007, 0.00064624334, -0.020493738),
+    (0.09442657, 0.047472052, 0.043563962, 0.05506575, 0.16380565),
+    (-0.17690079, -0.13735504, -0.02259145, 0.033208176, -0.058970865),
+    (0.049464937, 0.06297766, 0.0469673, 0.042452283, 0.05074439),
+    (-0.052013952, -0.038366813, -0.0018303691, -0.0057245153, -0.0069338484),
+    (-0.068219386, -0.13791534, -0.14595246, -0.11955552, -0.13990912),
+    (-0.009703802, -0.014363708, -0.0051330593, 0.0068099457, 0.003080054),
+    (-0.14393239, -0.00912384, -0.01863871, -0.005709422, 0.06205809),
+)
+CHUNK_STD = (
+    (0.9969105, 0.9459409, 0.9167423, 0.92885023, 0.89932984),
+    (1.0192935, 0.9416692, 0.9346943, 0.9353694, 0.9003037),
+    (0.9833934, 0.9082298, 0.9308427, 0.9624826, 0.9349732),
+    (0.97186136, 0.91052, 0.8878196, 0.86988616, 0.86309445),
+    (1.0202057, 0.94473195, 0.9330361, 0.9632452, 0.92104787),
+    (1.0385587, 0.8876768, 0.7368917, 0.7580699, 0.75087255),
+    (1.0592127, 0.8657043, 0.82151794, 0.8476718, 0.8209494),
+    (0.9920972, 0.927169, 0.89886844, 0.9289982, 0.8869122),
+    (1.0359006, 0.95993954, 0.9465613, 0.9801757, 0.93422),
+    (0.962186, 0.8828722, 0.87103915, 0.8808464, 0.8516325),
+    (0.9560437, 0.84533536, 0.8308913, 0.825839, 0.8010841),
+    (0.98799556, 0.811466, 0.75618976, 0.788991, 0.7724365),
+    (0.9584462, 0.8858027, 0.89920944, 0.9229688, 0.884798),
+    (0.9060379, 0.78632456, 0.73743653, 0.7614733, 0.74287385),
+    (0.9648598, 0.8712865, 0.8902931, 0.8947093, 0.87098163),
+    (1.0170196, 0.9330488, 0.9144401, 0.9294653, 0.88715833),
+)
+# fmt: on
+
+# By the names of the release's option ``normalization``: mean and deviation, ``[c]`` or ``[c, 5]``.
+STATISTICS = {"video": (VIDEO_MEAN, VIDEO_STD), "video_5frames": (CHUNK_MEAN, CHUNK_STD)}

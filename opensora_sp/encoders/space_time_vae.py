@@ -130,9 +130,7 @@ class FrameStep(nn.Module):
         frames = rearrange(x, "b c t h w -> (b t) c h w")
         parts = frames.split(self.micro_batch_size or len(frames))
         return rearrange(
-            torch.cat([self.resample(part) for part in parts]),
-            "(b t) c h w -> b c t h w",
-            b=len(x),
+            torch.cat([self.resample(part) for part in parts]), "(b t) c h w -> b c t h w", b=len(x)
         )
 
 

@@ -16,14 +16,7 @@ from opensora_sp.common.console import RANK_LOCAL
 from opensora_sp.common.importing import check_extra
 from opensora_sp.common.tensors import DTYPES, to_device
 
-from .loading import (
-    Dtype,
-    FrozenEncoder,
-    Offload,
-    PretrainedFiles,
-    load_tensors,
-    saved_config,
-)
+from .loading import Dtype, FrozenEncoder, Offload, PretrainedFiles, load_tensors, saved_config
 
 logger = logging.getLogger(__name__)
 # T5's vocabularies begin with these.

@@ -60,6 +60,7 @@ class CausalConv3d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        # Height and width are padded by the convolution itself, in the same mode.
         return self.conv(F.pad(x, (0, 0, 0, 0, self.front, 0), mode))
 
 
@@ -87,6 +88,7 @@ class ResBlock(nn.Module):
         self.conv2 = CausalConv3d(out_channels, out_channels, bias=bias)
         if in_channels != out_channels:
             shortcut = CausalConv3d(in_channels, out_channels, shortcut_kernel, bias=bias)
+            # Under the checkpoints' name, which differs between Open-Sora 1.2 and 1.3.
             self.add_module(self.shortcut_name, shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,9 +147,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``[B, c_in, f, H, W]`` -> ``[B, c_out, T, H, W]``: the encoder's levels from the last to the
-    first.
-    """
+    """``[B, c_in, f, H, W]`` -> ``[B, c_out, T, H, W]``: the levels of the encoder in reverse."""
 
     def __init__(
         self,
@@ -159,6 +159,7 @@ class Decoder(nn.Module):
         groups: int,
     ) -> None:
         super().__init__()
+        # Named by levels as in the encoder, though the last level runs first.
         entering = [*widths[1:], widths[-1]]
 
         self.conv1 = CausalConv3d(in_channels, widths[-1])
@@ -168,6 +169,7 @@ class Decoder(nn.Module):
             for before, width in zip(entering, widths, strict=True)
         )
         self.conv_blocks = nn.ModuleList(
+            # Each frame becomes two, as twice the channels that forward rearranges.
             CausalConv3d(width, 2 * width) if half else nn.Identity()
             for width, half in zip(widths[1:], halves, strict=True)
         )
@@ -230,6 +232,7 @@ class TemporalVAE(nn.Module):
 
     def moments(self, x: Tensor) -> Tensor:
         """``[B, c, T, H, W]`` -> means and log variances ``[B, 2 * c, f, H, W]``."""
+        # In front, as in the release: the last frames lie on whole latent frames.
         x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % self.time_factor, 0))
         return self.quant_conv(self.encoder(x))
 
@@ -238,7 +241,5 @@ class TemporalVAE(nn.Module):
         return self.moments(x).chunk(2, dim=1)[0]
 
     def decode(self, z: Tensor, *, num_frames: int) -> Tensor:
-        """``[B, c, f, H, W]`` -> ``[B, c, num_frames, H, W]``, if f is what ``num_frames`` frames
-        are encoded to.
-        """
+        """``[B, c, f, H, W]``, of ``num_frames`` frames, -> ``[B, c, num_frames, H, W]``."""
         return self.decoder(self.post_quant_conv(z))[:, :, -num_frames % self.time_factor :]

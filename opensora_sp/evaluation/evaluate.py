@@ -1,6 +1,4 @@
-"""The evaluation run: check checkpoint and clips, load the model, measure bucket by bucket, and
-report means with confidence intervals over seeds.
-"""
+"""The evaluation run: load a model, measure bucket by bucket, report means over seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.same_clips import agree_on_clips, by_name
 from opensora_sp.parallel import SequenceMesh, closing_process_group, drain_process_group
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.run import (
@@ -51,10 +49,8 @@ class Settings:
     Attributes:
         ckpt: weights: a run's folder, a checkpoint, or with ``config`` any file or folder. Of a run
             that trained LoRA adapters, these are merged into the weights of its ``load``.
-        manifest: of the held-out clips.
         config: a training config with encoders, sizes and scheduler; None takes the checkpoint's.
         overrides: ``key=value`` texts that override the config.
-        bins: of timesteps.
         seeds: number of draws of noise and timesteps; the first is the seed of validation.
         sp_size: ranks that share a batch; None takes the config's where it is a number that
             divides the number of processes, else 1.
@@ -371,8 +367,6 @@ class Evaluation:
 
     Attributes:
         weights: their path, with merged adapters and their scales.
-        manifest: of the clips.
-        seeds: of noise and timesteps.
         buckets: with a clip that could be read.
         empty: the names of the others.
     """

@@ -64,8 +64,6 @@ class HeldoutLoss:
     Args:
         model: called with noised latents, such as a boosted model.
         module: the bare model, parallelized over ``mesh``.
-        dataset: the clips.
-        batches: adds noise.
         whole: give every rank all features, for a model that verifies its first batch.
     """
 

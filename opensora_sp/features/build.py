@@ -1,6 +1,4 @@
-"""From a training config to its dataset, its encoders, the order of its clips and their predicted
-seconds.
-"""
+"""From a training config to its dataset, encoders, order of clips and predicted seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.planner.memory import recomputed_share
 from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 from .sources import CachedSource, DegradedClips, Encoders, Source
 
@@ -129,9 +127,7 @@ def order_state(cfg: TrainConfig, plan: BatchPlan, num_samples: int) -> dict[str
 
 
 def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: int) -> int:
-    """Micro-batches of a step: the config's number, the checkpoint's, or ``accumulation_steps`` for
-    each replica.
-    """
+    """Micro-batches of a step: the config's, the checkpoint's, or some for each replica."""
     if cfg.micro_batches_per_step is None and "micro_batches_per_step" in state:
         return int(state["micro_batches_per_step"])
     # With "auto" a rank may be a replica.
@@ -165,10 +161,7 @@ class Work:
     """Tokens and estimated work of the model on clips of a shape."""
 
     def __init__(
-        self,
-        cfg: TrainConfig,
-        dataset: TrainingSet | None = None,
-        options: Options | None = None,
+        self, cfg: TrainConfig, dataset: TrainingSet | None = None, options: Options | None = None
     ) -> None:
         self.cfg, self.vae, self.model = cfg, cfg.vae, cfg.model_spec.config
         if options is None:
@@ -186,9 +179,7 @@ class Work:
         """Forward work of the blocks."""
         return blocks_work(self.shape_of(clip, num_samples))
 
-    def _seconds(
-        self, clip: ClipShape, num_samples: int, ranks: int, spans_nodes: bool = False
-    ) -> float:
+    def _seconds(self, clip: ClipShape, num_samples: int, ranks: int, spans_nodes: bool) -> float:
         """Predicted seconds of a micro-batch on the busiest of ``ranks`` that share it: forward,
         recomputation, backward and exchanges, by the cost model of ``options``.
 
@@ -224,7 +215,6 @@ class GroupSeconds:
     """``data.schedule.Seconds`` of a config: equal on all ranks, and quick once it is cached.
 
     Args:
-        work: predicts seconds by the run's cost model.
         ranks_per_node: larger groups exchange over the network, and so do groups of one degree
             that does not divide it.
         least_ranks: by bucket, the fewest ranks whose memory its batches fit; 1 where it is not in.

@@ -45,7 +45,7 @@ from opensora_sp.data.cache import (
 from opensora_sp.data.loader import LoadedBatch
 from opensora_sp.data.sampler import whole_request
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.processes import init_worker
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.timeouts import backend_timeout

@@ -25,7 +25,6 @@ class CorruptSamples:
     a sum over ranks counts each. ``files_read`` counts by suffix those that this rank has shared.
 
     Args:
-        rows: the manifest that the clips are from.
         max_bad_fraction: substituted clips of those read, over which ``report`` raises.
     """
 

@@ -132,6 +132,7 @@ class ShardedEncoder:
         self.mesh, self.model, self.dataset, self.plan = mesh, model, dataset, plan
         self.source, self.corrupt, self.device = source, corrupt, device
         self._take_whole = {handle.ranks for handle in mesh.own} if whole else set()
+        # Shapes of a training repeat, and numbering all positions takes longer than a launch.
         self._assignment = lru_cache(maxsize=16)(self._assign)
 
     def filled(self, latent: float, num_clips: int, shape: ClipShape) -> Features:
@@ -180,6 +181,7 @@ class ShardedEncoder:
         """
         shape = micro_batch.shape
         if not micro_batch.ids:
+            # Zeros, not NaN: ZeRO reduces the gradients of an idle round as well.
             return micro_batch, self.filled(0.0, 1, shape)
 
         ids = list(micro_batch.ids)
@@ -195,6 +197,7 @@ class ShardedEncoder:
             for place in places:
                 ids[place] = self.plan.substitute(micro_batch, micro_batch.ids[place], attempt)
             if attempt == 0:
+                # Counted once, however many tries a substitute takes.
                 self.corrupt.count_substituted(places)
             used = micro_batch._replace(ids=tuple(ids))
             items = [self.dataset[sample] for sample in self.samples(used, places)]
@@ -260,7 +263,9 @@ class ShardedEncoder:
         self, assignment: Assignment, items: Sequence[Any], features: Features
     ) -> list[Payload]:
         """Encode this rank's portions; for each rank what it needs of them."""
+        # A rank without portions takes part in the exchange.
         none = features.positions.new_zeros(0, self.source.carried)
+        # Position by position, so that a delivery can select any of them.
         encoded = [z.movedim(0, -1).flatten(0, 2) for z in self.source.latents(items)]
         latents = torch.cat([none, *encoded])  # [n, c]
         captions = self._captions(assignment.portions[self.mesh.sp_rank], items, features)
@@ -287,6 +292,7 @@ class ShardedEncoder:
         encoded = self.source.text_features(list(with_caption.values()))
         for place, text in zip(with_caption, encoded, strict=True):
             count = features.text_lengths[place]
+            # Other ranks have taken the size of what they receive from this number.
             if len(text) != count:
                 raise ValueError(
                     f"got features of {len(text)} tokens for the caption "
@@ -312,6 +318,7 @@ class ShardedEncoder:
             num_captions = len(assignment.captions(sender, self.mesh.sp_rank))
             sections.append([num_positions * channels, *lengths * num_captions])
 
+        # Latents and captions in one exchange: each has a latency.
         buffers = [payload.pack() for payload in sent]
         recv = list(map(sum, sections))
         assert self.mesh.sp_group is not None
@@ -333,7 +340,7 @@ class ShardedEncoder:
     def _fill(self, assignment: Assignment, received: list[Payload], features: Features) -> None:
         """Write received payloads into ``features``."""
         positions = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
-        numbers = to_device(assignment.delivery.place, self.device)
+        numbers = to_device(assignment.delivery.unpack, self.device)
         # Each position is received once, so the order of senders does not matter.
         positions[numbers] = torch.cat([payload.latents for payload in received])
 

@@ -92,7 +92,6 @@ class DegradedClips(Encoders):
     is downsampled over all of its frames. Images stay as they are.
 
     Args:
-        plain: the encoders.
         prob, strength: of each kind of degradation, see ``check_degradation``.
     """
 

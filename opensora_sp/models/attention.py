@@ -256,14 +256,14 @@ def _sdpa_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def traced_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def traced_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The operator that SDPA calls on a GPU; of meta tensors it would trace matrices of scores."""
     aten = torch.ops.aten
     obstacle = flash_obstacle(Sequences(q.dtype, q.shape[-1]), Platform(HOPPER))
-    if obstacle is None and mask is None:
+    if obstacle is None:
         return aten._scaled_dot_product_flash_attention(q, k, v)[0]
     keep_sums = torch.is_grad_enabled()
-    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, keep_sums)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep_sums)[0]
 
 
 def _pinned_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -288,6 +288,7 @@ def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: P
         return _by_lengths(backend, q, k, v, packing)
 
     pieces = packing.pieces(q.shape[1], backend.processors)
+    # Each piece of a sample's queries attends to all keys of the sample.
     k, v = pieces.repeat(k), pieces.repeat(v)
     if pieces.are_equal:
         rows = q.unflatten(0, (len(pieces.queries), -1))  # [P, L, H, D]
@@ -297,6 +298,7 @@ def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: P
 
 def _by_lengths(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
+    # On a CPU there is no kernel for packed tokens, and a call for each sample would be slow.
     alike = defaultdict(list)
     for i, lengths in enumerate(zip(packing.queries, packing.keys, strict=True)):
         alike[lengths].append(i)

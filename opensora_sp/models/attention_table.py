@@ -14,8 +14,6 @@ from importlib.util import find_spec
 
 import torch
 
-from .kernels.fused import HEAD_WIDTHS, LENGTHS
-
 LABELS = {
     "spatial": "spatial attention",
     "temporal": "temporal attention",
@@ -47,6 +45,9 @@ DATA_CENTER = ((9, 0), (10, 0), (10, 3))  # Hopper and Blackwell
 # Older ones are wrong if 128 does not divide a length (pytorch#169849).
 SAFE_CUDNN = 91501
 
+# What the Triton kernel for short rows takes.
+LENGTHS, HEAD_WIDTHS = range(1, 33), range(1, 129)
+
 ANY = range(sys.maxsize)
 # More than one tile of queries.
 LONG = range(129, sys.maxsize)
@@ -59,7 +60,6 @@ class Entry:
     Args:
         kernel: a name in ``KERNELS``.
         reason: why it is, where those above it in the table do not apply.
-        kinds: of attention.
         lengths: tokens of the sequences. Unknown lengths are in ``ANY`` alone.
         packed: whether also for sequences of unequal lengths.
         capabilities: of GPUs, None for all.

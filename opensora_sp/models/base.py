@@ -20,17 +20,21 @@ from torch import Tensor, nn
 from opensora_sp.common.tensors import to_device
 
 from .attention import choose_backends
+from .block_cache import BlockCache
 from .blocks import ModulatedBlock
-from .conditions import Condition, Text
+from .conditions import Condition, Conditioning, Text
 from .hook_points import Gather, Segment, Shard, Switch
 from .input_checks import check_clip_sizes, check_text
 from .layers import CaptionEmbedder, PatchEmbed3D
 from .packing import VideoMask
 from .recompute import EVERYTHING, Recompute, levels_of
 from .stdit_config import SharedConfig
-from .token_layout import PatchGrid, Rows
+from .token_layout import SPATIAL, TEMPORAL, PatchGrid, Rows
 
 Model = TypeVar("Model", bound="ConditionedModel")
+
+BlocksRunner = Callable[[Tensor, Rows, Conditioning, Tensor | None], tuple[Tensor, Condition]]
+"""``run(x [R, S, C], rows, conditioning, drop_path)``, as ``ConditionedModel.run_blocks``."""
 
 
 class PassCounts(NamedTuple):
@@ -73,6 +77,7 @@ class ConditionedModel(nn.Module):
       on the CPU, like ``mask``.
     * ``drop_path``: bool ``[2 * depth, B]`` in order of execution. True skips branches of that
       sample. Kept branches are scaled by ``1 / (1 - rate)`` of that depth.
+    * ``block_cache``: in sampling, keeps or reuses the residual of all blocks.
     """
 
     Config: ClassVar[type[SharedConfig]]
@@ -244,6 +249,42 @@ class ConditionedModel(nn.Module):
         # Every second entry has no part in a model without temporal blocks.
         return (~drop_path * scales).unbind()[:: 1 if self.config.alternates else 2]
 
+    def run_blocks(
+        self, x: Tensor, rows: Rows, conditioning: Conditioning, drop_path: Tensor | None
+    ) -> tuple[Tensor, Condition]:
+        """Run all blocks on spatial rows ``[R, S, C]``.
+
+        Returns tokens ``[R, L, C]`` as they leave the last block, and the condition of their rows.
+        """
+        raise NotImplementedError
+
+    def blocks_runner(self, cache: BlockCache | None) -> BlocksRunner:
+        """``run_blocks``, or a function that keeps or reuses the residual as ``cache`` says."""
+        if cache is None or not (cache.keeps or cache.reuses):
+            return self.run_blocks
+        return partial(self._run_cached, cache)
+
+    def _run_cached(
+        self,
+        cache: BlockCache,
+        x: Tensor,
+        rows: Rows,
+        conditioning: Conditioning,
+        drop_path: Tensor | None,
+    ) -> tuple[Tensor, Condition]:
+        # The blocks' input in the layout of their output.
+        entered, last_rows, layout = x, rows, SPATIAL
+        if self.config.alternates:
+            entered, last_rows = self.switch(x, rows)
+            layout = TEMPORAL
+
+        if cache.reuses:
+            assert cache.residual is not None
+            return entered + cache.residual, conditioning.of(layout, last_rows)
+        x, condition = self.run_blocks(x, rows, conditioning, drop_path)
+        cache.residual = x - entered
+        return x, condition
+
     def run_part(
         self,
         part: Callable[..., Tensor],
@@ -293,6 +334,7 @@ class ConditionedModel(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
+        # Flattened: the convolution of patches is a linear layer of each patch.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
 
         for embedder in embedders:

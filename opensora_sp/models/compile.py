@@ -54,8 +54,7 @@ def compile_blocks(model: Model, *, backend: str | Callable[..., Any] = "inducto
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     cast(Any, model).run_compiled = partial(run_compiled, backend)
     logger.warning(
-        "blocks are compiled with %s; their results are not compared with eager mode",
-        backend,
+        "blocks are compiled with %s; their results are not compared with eager mode", backend
     )
     return model
 

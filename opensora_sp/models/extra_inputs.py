@@ -26,9 +26,6 @@ def extra_shapes(
     """The shapes of a sample's further inputs, by name.
 
     Args:
-        inputs: a model's ``extra_inputs``.
-        config: of the model.
-        num_frames: of the video.
         latent_size: frames, height and width of the latents.
 
     Raises:

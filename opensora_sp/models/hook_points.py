@@ -83,12 +83,7 @@ class Attend(Point):
         self.kind = kind
 
     def local(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Rows,
-        groups: Groups | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, groups: Groups | None = None
     ) -> Tensor:
         backends = rows.grid.attention
         backend = backends.spatial if self.kind == SPATIAL else backends.temporal

@@ -1,8 +1,6 @@
 """Checks of the arguments of ``forward``: shapes, dtypes and devices, apart from the models.
 
 Every function raises ValueError for arguments that do not fit the configuration or each other.
-
-Legend: B samples, L text tokens of a caption, C hidden width.
 """
 
 from __future__ import annotations
@@ -48,12 +46,7 @@ def check_inputs(
 
 
 def check_tensor(
-    name: str,
-    tensor: Tensor | None,
-    shape: Sequence[int],
-    like: Tensor,
-    *,
-    is_mask: bool = False,
+    name: str, tensor: Tensor | None, shape: Sequence[int], like: Tensor, *, is_mask: bool = False
 ) -> None:
     """A tensor of a shape, on the device of another one; a mask is bool, and may be on the CPU."""
     if tensor is None:

@@ -118,12 +118,7 @@ class SelfAttention(Point):
         # In a list: the model owns the parameter, not its blocks.
         self.ropes = [] if rope is None else [rope]
 
-    def local(
-        self,
-        x: Tensor,
-        rows: Rows,
-        tables: RowTables | None = None,
-    ) -> Tensor:
+    def local(self, x: Tensor, rows: Rows, tables: RowTables | None = None) -> Tensor:
         """``[R, L, C]`` -> ``[R, L, C]``; without ``tables``, they are computed from the rows."""
         rotation, groups = tables or RowTables()
         # Rows of the other layout are brought into this one where tokens attend.

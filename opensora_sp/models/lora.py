@@ -2,6 +2,8 @@
 
 A layer ``W x + b`` becomes ``W x + b + alpha / rank * B A x``. Only A ``[rank, in]`` and B ``[out,
 rank]`` are trained. A is drawn and B begins at zero, so the model computes at first what it did.
+With rsLoRA (Kalajdzievski, 2023) the factor is ``alpha / sqrt(rank)``. With DoRA (Liu et al., 2024)
+the norms of the rows of the sum are trained as well, in a vector ``[out]``.
 
 peft's layer takes the place of a ``Linear`` and keeps it as ``base_layer``. What a model computes
 from a layer's weight without calling the layer would leave its adapter out: functions of weights
@@ -12,10 +14,10 @@ the convolution of ``PatchEmbed3D``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from opensora_sp.common.importing import nearest
 
@@ -28,20 +30,28 @@ ADAPTER, BASE = "default", "base_layer"
 
 
 def add_lora(
-    model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str] = DEFAULT_TARGETS
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] = DEFAULT_TARGETS,
+    **options: Any,
 ) -> None:
     """Freeze a model and add trainable adapters to its linear layers, in place.
 
     Names of the frozen parameters change from ``<layer>.weight`` to ``<layer>.base_layer.weight``.
-    Weights are drawn by torch's global generator, in the layers' dtype and on their device.
+    Weights are drawn by torch's global generator, in the layers' dtype and on their device. The
+    norms of DoRA begin at the norms of the weights.
 
     Args:
         rank: of A and B.
         alpha: scale of the adapters, times ``rank``.
         targets: names of layers or patterns of them; the last match decides, ``!pattern`` excludes.
+        options: ``dropout``, ``use_rslora`` and ``use_dora`` of ``AdaptedLinear``.
 
     Raises:
-        ValueError: if a pattern matches no linear layer, or none is chosen.
+        ValueError: if a pattern matches no linear layer, or none is chosen, or DoRA would divide by
+            the norm of a row of zeros.
     """
     # Imports peft, which takes seconds.
     from .adapted_linear import AdaptedLinear
@@ -51,9 +61,22 @@ def add_lora(
     for name in names:
         parent, _, child = name.rpartition(".")
         layer: Any = model.get_submodule(name)
-        adapted = AdaptedLinear(layer, ADAPTER, rank=rank, alpha=alpha)
-        # On the meta device, peft leaves its own weights in float32.
-        setattr(model.get_submodule(parent), child, adapted.to(layer.weight.dtype))
+        adapted = AdaptedLinear(layer, ADAPTER, rank=rank, alpha=alpha, **options)
+        for vector in adapted.lora_magnitude_vector.parameters():
+            _check_norms(name, vector)
+        # On the meta device peft leaves its weights in float32, and int8 weights are not cast.
+        dtype = (layer.weight if layer.bias is None else layer.bias).dtype
+        setattr(model.get_submodule(parent), child, adapted.to(dtype))
+
+
+def _check_norms(layer: str, norms: Tensor) -> None:
+    """Raise ValueError if a row of a layer's weight is zero; on the meta device none is known."""
+    if norms.device.type != "meta" and not norms.all():
+        raise ValueError(
+            f"got lora.use_dora for {layer}, whose weight has rows of zeros; expected rows whose "
+            f"norm is not zero, by which DoRA divides; add '!{layer}' to lora.targets, or set "
+            "lora.use_dora=False"
+        )
 
 
 def target_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -108,8 +131,3 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
         for name, _ in model.named_modules()
         if name.endswith(f".{BASE}")
     }
-
-
-def base_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of a model's tensors that are no adapter's, by their name in the bare model."""
-    return {name.replace(f".{BASE}.", "."): name for name in names if f".{ADAPTER}." not in name}

@@ -53,6 +53,7 @@ class Packing:
         """As many pieces as keep all multiprocessors busy."""
         samples = list(zip(self.queries, self.keys, strict=True))
         tiles = sum(-(-keys // TILE) for queries, keys in samples if queries)
+        # Blocks of threads in backward: by head and tile of keys.
         wanted = -(-processors // max(1, heads * tiles))
 
         cut = [_cut(queries, keys, wanted) for queries, keys in samples]
@@ -81,6 +82,7 @@ class Call:
         """Where queries and where keys of each piece begin, and the end: int32 ``[P + 1]`` each."""
         if device not in self._edges:
             sums = [*accumulate(self.queries, initial=0), *accumulate(self.keys, initial=0)]
+            # Both in one copy, which is queued once for all blocks of the model.
             edges = to_device(torch.tensor(sums, dtype=torch.int32), device)
             self._edges[device] = edges.chunk(2)
         return self._edges[device]

@@ -115,10 +115,7 @@ class Recompute:
     preserve_rng: bool = False
 
     def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        context_fn: Callable[[], Pair] | None = None,
+        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Pair] | None = None
     ) -> Any:
         """``function(*args)``, of which backward recomputes what this level does not keep.
 
@@ -128,6 +125,8 @@ class Recompute:
         if self.level > 0:
             makers.append(self._contexts)
         options: dict[str, Any] = {"context_fn": partial(together, makers)} if makers else {}
+        # Reentrant checkpointing takes no context functions. Models draw nothing, so the
+        # generator's state is kept for dropout alone.
         options |= {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
 
         tokens: Tensor = args[0]
@@ -136,10 +135,12 @@ class Recompute:
 
     def _contexts(self) -> Pair:
         keeping, using = create_selective_checkpoint_contexts(self._policy)
+        # A second backward pass would find the kept results used up, and is refused.
         return keeping, Once(using)
 
     def _policy(self, context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
         keeps = stage_of(operator, args, self.width, self.hidden) in STAGES[: self.level]
+        # Preferred rather than demanded, so that a compiler may keep more.
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -201,6 +202,7 @@ class HostMemory:
     def take(self, nbytes: int) -> Tensor:
         """A buffer for so many bytes."""
         size = buffer_size(nbytes)
+        # Pinning new memory takes long, and may wait for the device.
         if self._free[size]:
             return self._free[size].pop()
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
@@ -210,12 +212,14 @@ class HostMemory:
 
     def copy(self, target: Tensor, source: Tensor) -> Copied:
         """Copy as many bytes as the smaller one has, after all that is queued."""
+        # Buffers are rounded up to a power of two.
         size = min(len(target), len(source))
         if not size:
             return None
         if self._stream is None:
             target[:size].copy_(source[:size])
             return None
+        # The computation may still write the source.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target[:size].copy_(source[:size], non_blocking=True)
@@ -240,6 +244,7 @@ class HostedInput:
 
     def __init__(self, tokens: Tensor, memory: HostMemory) -> None:
         self._memory = memory
+        # Weakly: a pass without backward frees its inputs though the next one follows them.
         self._before, memory.newest = memory.newest, weakref.ref(self)
         before = self._before()
         if before is not None:

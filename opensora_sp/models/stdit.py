@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel, PassCounts
+from .block_cache import BlockCache
 from .blocks import FinalLayer, STDiT2Block, STDiTBlock
 from .conditions import ENTRIES, Condition, Conditioning, Text
 from .input_checks import check_input_size, check_inputs, check_sample_numbers
@@ -112,12 +113,14 @@ class STDiT(TwoPartModel):
         video_mask: Tensor | None = None,
         drop_caption: Tensor | None = None,
         drop_path: Tensor | None = None,
+        block_cache: BlockCache | None = None,
     ) -> Tensor:
         """Predict the noise (and, with ``pred_sigma``, its variance) in noisy latents.
 
         Args:
             x: latents ``[B, C_in, frames, height, width]`` of the configured ``input_size``.
-            timestep, y, mask, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
+            timestep, y, mask, x_mask, video_mask, drop_caption, block_cache: see
+                ``ConditionedModel``.
             drop_path: bool ``[2 * depth, B]``, see ``ConditionedModel``. Entry 2i skips a block's
                 spatial branch, entry 2i + 1 its temporal and MLP branches.
 
@@ -141,7 +144,8 @@ class STDiT(TwoPartModel):
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
         x = x + self.pos_embed[0, rows.patches(x.device)]
 
-        x, condition = self.run_blocks(x, rows, conditioning, drop_path)
+        run_blocks = self.blocks_runner(block_cache)
+        x, condition = run_blocks(x, rows, conditioning, drop_path)
         x = self.final_layer(x, t, condition)  # [R, T, V * C_out]
         return self.unpatchify(x, condition.rows)  # [B, C_out, frames, height, width]
 
@@ -213,11 +217,13 @@ class STDiT2(TwoPartModel):
         video_mask: Tensor | None = None,
         drop_caption: Tensor | None = None,
         drop_path: Tensor | None = None,
+        block_cache: BlockCache | None = None,
     ) -> Tensor:
         """Predict the noise (and, with ``pred_sigma``, its variance) in noisy latents.
 
         Args:
-            x, timestep, y, mask, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
+            x, timestep, y, mask, x_mask, video_mask, drop_caption, block_cache: see
+                ``ConditionedModel``.
             num_frames: frames of the video itself ``[B]``, before encoding.
             height, width: size in pixels ``[B]``, which also scales the spatial positions. The
                 first sample's size is used for all, or each sample's own with a ``video_mask``.
@@ -251,7 +257,8 @@ class STDiT2(TwoPartModel):
         x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
         x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
-        x, condition = self.run_blocks(x, rows, conditioning, drop_path)
+        run_blocks = self.blocks_runner(block_cache)
+        x, condition = run_blocks(x, rows, conditioning, drop_path)
 
         # As released, the size of the video reaches the final layer in conditioning frames only.
         t = torch.cat([t[:, :1], t[:, 1:] + size], dim=1)  # [B, m, C]

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from .base import MODEL_POINTS, ConditionedModel
+from .block_cache import BlockCache
 from .blocks import FinalLayer, STDiT3Block
-from .conditions import Conditioning, Text
+from .conditions import Condition, Conditioning, Text
 from .functions import with_zero_gradients
 from .input_checks import (
     check_conditioning_frames,
@@ -116,12 +117,14 @@ class STDiT3(ConditionedModel):
         video_mask: Tensor | None = None,
         drop_caption: Tensor | None = None,
         drop_path: Tensor | None = None,
+        block_cache: BlockCache | None = None,
         **extra: Tensor,
     ) -> Tensor:
         """Predict the velocity (and, with ``pred_sigma``, more channels) of noisy latents.
 
         Args:
-            x, timestep, y, mask, x_mask, video_mask, drop_caption: see ``ConditionedModel``.
+            x, timestep, y, mask, x_mask, video_mask, drop_caption, block_cache: see
+                ``ConditionedModel``.
             fps: frames per second ``[B]``, 24 where absent.
             height, width: size in pixels ``[B]``, which scales the spatial positions. The first
                 sample's size is used for all, or each sample's own with a ``video_mask``. Without
@@ -147,23 +150,31 @@ class STDiT3(ConditionedModel):
         text = self.embed_texts(y, mask, drop_caption, mask_index, y_null)
         conditioning = self.condition_on(t, text, x_mask, mask_index, frames, extra)
 
-        # Embed the patches of the local spatial rows.
-        rows = self.shard(grid)
-        x = self.embed_patches(x, rows, cond, cond_mask)  # [R, S, C]
+        # Embed the patches of the local spatial rows. Unnamed, the blocks free their input early.
+        rows, run_blocks = self.shard(grid), self.blocks_runner(block_cache)
+        x, condition = run_blocks(
+            self.embed_patches(x, rows, cond, cond_mask),  # [R, S, C]
+            rows,
+            conditioning,
+            drop_path,
+        )
+        x = self.final_layer(x, t, condition)  # [R, L, V * C_out]
+        return self.unpatchify(x, condition.rows)  # [B, C_out, frames, height, width]
 
+    def run_blocks(
+        self, x: Tensor, rows: Rows, conditioning: Conditioning, drop_path: Tensor | None
+    ) -> tuple[Tensor, Condition]:
         # Spatial and temporal blocks in turn; the rows of a block are attention sequences.
         # The tables of all blocks are added to the modulation at once.
         blocks, scales = self.blocks, self.branch_scales(drop_path)
         tables = conditioning.tables([block.scale_shift_table for block in blocks])
         for i, block in enumerate(blocks):
-            last = not config.alternates or i + 1 == len(blocks)
+            last = not self.config.alternates or i + 1 == len(blocks)
             condition = conditioning.of(block.layout, rows)
             x = self.run_part(block, x, condition, tables[i], scales[i], last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C] -> [R, T, C], or back
-
-        x = self.final_layer(x, t, condition)  # [R, L, V * C_out]
-        return self.unpatchify(x, rows)  # [B, C_out, frames, height, width]
+        return x, condition
 
     @property
     def blocks(self) -> list[Any]:

@@ -22,8 +22,10 @@ ABSENT = "absent"
 
 def digest(entries: Mapping[str, str], *more: str) -> str:
     """A digest of entries, in their order, and of other digests."""
+    # 7 bytes: the number and its negative fit into int64, which collectives of all backends reduce.
     hashed = hashlib.blake2b(digest_size=7)
     for text in (*more, *chain.from_iterable(entries.items())):
+        # The separator keeps ("ab", "c") and ("a", "bc") apart.
         hashed.update(f"{text}\0".encode())
     return hashed.hexdigest()
 
@@ -31,6 +33,7 @@ def digest(entries: Mapping[str, str], *more: str) -> str:
 def all_agree(rank_digest: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """True if all ranks of a group have the same digest. Collective."""
     number = int(rank_digest, 16)
+    # One reduction gives the maximum and the minimum, which are equal if and only if all are.
     both = torch.tensor([number, -number], device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     largest, smallest_negated = both.tolist()
@@ -52,6 +55,7 @@ def differences(seen: Mapping[int, Entries]) -> list[str]:
     for name in names:
         ranks_by_text: dict[str, list[int]] = {}
         for rank, entries in seen.items():
+            # An entry that only some ranks have is a difference as well.
             ranks_by_text.setdefault(entries.get(name, ABSENT), []).append(rank)
         if len(ranks_by_text) > 1:
             listed = [f"{text} on {_ranks(ranks)}" for text, ranks in ranks_by_text.items()]

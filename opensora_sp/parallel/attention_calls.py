@@ -29,10 +29,6 @@ class Attention:
     settings: Mapping[str, Any]
     heads_first: bool
 
-    @property
-    def is_causal(self) -> bool:
-        return bool(self.settings.get("is_causal"))
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         with _handling(None):
             out = self.function(
@@ -67,6 +63,7 @@ def catch_dispatch(module: nn.Module) -> None:
     processor = getattr(module, "processor", None)
     namespace = vars(sys.modules[type(processor).__module__])
     dispatch = namespace.get(DISPATCH)
+    # Several modules share a file, whose function is replaced once.
     if dispatch is None or hasattr(dispatch, "dispatches"):
         return
 

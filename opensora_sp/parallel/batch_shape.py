@@ -100,11 +100,7 @@ class BatchShape:
         """The shape of a batch of latents ``(frames, height, width)`` in a model of this config."""
         grid = config.grid(num_samples, latent_size)
         return cls.of_grid(
-            grid,
-            config.hidden_size,
-            config.num_heads,
-            config.depth,
-            alternates=alternates(config),
+            grid, config.hidden_size, config.num_heads, config.depth, alternates=alternates(config)
         )
 
     @classmethod

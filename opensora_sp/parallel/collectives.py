@@ -45,9 +45,12 @@ def all_to_all(
     to_others = sum(send) - send[group.rank()]
     elements = to_others * x[:1].numel()
     record(kind, backward=backward, elements=elements, element_size=x.element_size())
+    # Counted before this return, so that the planner reads the bytes of a model that it traces
+    # alone.
     if isinstance(group, ImaginedGroup):
         return out, cast(dist.Work, group)
 
+    # Backends refuse tensors with gaps.
     x = x.contiguous()
     if async_op:
         return out, dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
@@ -57,7 +60,7 @@ def all_to_all(
 
 
 _SCHEMA = (
-    "(Tensor tokens, Tensor pack, Tensor place, int[] send, int[] recv, str group, str kind, "
+    "(Tensor tokens, Tensor pack, Tensor unpack, int[] send, int[] recv, str group, str kind, "
     "bool backward) -> Tensor"
 )
 
@@ -65,7 +68,7 @@ _SCHEMA = (
 def _exchange_now(
     tokens: Tensor,
     pack: Tensor,
-    place: Tensor,
+    unpack: Tensor,
     send: list[int],
     recv: list[int],
     group: str,
@@ -73,16 +76,17 @@ def _exchange_now(
     backward: bool,
 ) -> Tensor:
     """One copy to order tokens by receiver, one all-to-all, one copy to put what arrives in
-    place; in recomputation the result that ``Received`` has kept.
+    its order; in recomputation the result that ``Received`` has kept.
     """
 
     def send_and_receive() -> Tensor:
         # Operators take no group objects.
         name = dist.distributed_c10d.GroupName(group)
         process_group = dist.distributed_c10d._resolve_process_group(name)
+        # Splits of an all-to-all are contiguous, so tokens are ordered by receiver first.
         packed = tokens.index_select(0, pack)
         received, _ = all_to_all(packed, send, recv, process_group, kind=kind, backward=backward)
-        return torch.empty_like(received).index_copy_(0, place, received)
+        return torch.empty_like(received).index_copy_(0, unpack, received)
 
     return _entered[-1].result_of(send_and_receive) if _entered else send_and_receive()
 
@@ -92,9 +96,9 @@ _exchange = torch.library.custom_op(
 )
 
 
-def _exchange_fake(tokens: Tensor, pack: Tensor, place: Tensor, *_: Any) -> Tensor:
+def _exchange_fake(tokens: Tensor, pack: Tensor, unpack: Tensor, *_: Any) -> Tensor:
     def allocate() -> Tensor:
-        return tokens.new_empty(len(place), *tokens.shape[1:])
+        return tokens.new_empty(len(unpack), *tokens.shape[1:])
 
     # Meta tensors, as of the planner, are kept; fake ones belong to a compiler.
     is_kept = _entered and type(tokens) is Tensor
@@ -105,16 +109,16 @@ _exchange.register_fake(_exchange_fake)
 
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, pack, place, *ctx.others = inputs
-    ctx.save_for_backward(pack, place)
+    _, pack, unpack, *ctx.others = inputs
+    ctx.save_for_backward(pack, unpack)
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """An exchange permutes tokens over the ranks, so its adjoint is the exchange in reverse."""
-    pack, place = ctx.saved_tensors
+    pack, unpack = ctx.saved_tensors
     send, recv, group, kind, backward = ctx.others
     # Recorded as backward, unless this is the backward of a backward.
-    back = _exchange(grad.contiguous(), place, pack, recv, send, group, kind, not backward)
+    back = _exchange(grad.contiguous(), unpack, pack, recv, send, group, kind, not backward)
     return back, *[None] * 7
 
 
@@ -162,23 +166,15 @@ _entered: list[Received] = []
 
 
 def exchange(
-    tokens: Tensor,
-    plan: ExchangePlan,
-    group: dist.ProcessGroup,
-    *,
-    kind: str = "switch",
-    reverse: bool = False,
+    tokens: Tensor, plan: ExchangePlan, group: dist.ProcessGroup, *, kind: str = "switch"
 ) -> Tensor:
     """Exchange entries ``[n, C]`` held in one layout for those held in the other, ``[n', C]``, by
     this rank's plan.
 
-    ``kind`` is what a ``CommLedger`` files it under; ``reverse`` undoes the plan.
+    ``kind`` is what a ``CommLedger`` files it under.
     """
-    there = plan.pack, plan.place, plan.send_splits, plan.recv_splits
-    back = plan.place, plan.pack, plan.recv_splits, plan.send_splits
-    exchanged: Tensor = _exchange(
-        tokens, *(back if reverse else there), group.group_name, kind, reverse
-    )
+    indices = plan.pack, plan.unpack, plan.send_splits, plan.recv_splits
+    exchanged: Tensor = _exchange(tokens, *indices, group.group_name, kind, False)
     return exchanged
 
 
@@ -194,6 +190,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], send: Callable[..., Any]) -> Tensor:
         ctx.send, ctx.splits = send, ([len(x)] * len(sizes), sizes)
+        # An all-gather needs parts of one size, and its adjoint a reduce-scatter. An all-to-all
+        # with the same rows for each receiver takes parts of any size, also empty ones.
         copies = x.repeat(len(sizes), *[1] * (x.ndim - 1))
         rows: Tensor = send(copies, *ctx.splits, backward=False)[0]
         return rows
@@ -203,6 +201,8 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         local_sizes, sizes = ctx.splits
         parts, _ = ctx.send(grad, sizes, local_sizes, backward=True)
+        # No division by the number of ranks: the mean over the ranks, which ZeRO or DDP takes of
+        # all gradients, already has it.
         return parts.unflatten(0, (len(local_sizes), local_sizes[0])).sum(0), None, None
 
 

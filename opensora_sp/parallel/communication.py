@@ -49,6 +49,7 @@ class CommLedger:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # Not the last: counters may be left in any order.
         _open.remove(self)
 
 
@@ -113,6 +114,7 @@ class CommTimer:
     def take(self) -> float:
         """Seconds since the last call. On CUDA waits until all communication is complete."""
         if self._recorded:
+            # Elapsed times of events that have not completed raise.
             torch.cuda.synchronize(self.device)
         for events in self._recorded:
             self._seconds += events.before.elapsed_time(events.after) / 1000

@@ -2,8 +2,6 @@
 
 ``CostModel`` has every rate; ``gpus.PRESETS`` are the models of known devices, and ``opensora-sp
 plan --calibrate`` measures one. Costs are in seconds.
-
-Legend: C hidden width.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ CHUNK_LAUNCHES = 40
 
 @dataclass(frozen=True)
 class Link:
-    """The carrier of an exchange: its name, bytes per second that a rank sends, and seconds from
-    the launch to the first byte.
-    """
+    """The carrier of an exchange: its name, bytes per second of a rank, and latency in seconds."""
 
     name: str
     bandwidth: float
@@ -58,7 +54,6 @@ class CostModel:
         asynchronous: whether the device computes while the host launches and while links send. On a
             CPU the same cores do all.
         memory: bytes of the device.
-        name: of the device, for messages.
 
     Raises:
         ValueError: if a rate is not positive and finite, or a time is negative.

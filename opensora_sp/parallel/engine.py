@@ -17,18 +17,17 @@ from .input_check import InputCheck
 from .mesh import SequenceMesh
 from .options import Options
 from .shard_plan import ShardPlan
-from .strategies.choice import registered_strategies, strategy_for, with_chunks
+from .strategies import registered_strategies, strategy_for, with_chunks
 from .strategies.heads import SplitAttention
 from .strategies.rows import SwitchRows
 from .strategies.strategy import (
-    Attend,
+    AttendFn,
+    AttentionFn,
     Block,
-    EnterRows,
     Function,
-    Segment,
-    SelfAttention,
+    ShardFn,
     Strategy,
-    Switch,
+    SwitchFn,
     Tensors,
 )
 from .strategies.token_exchange import BranchSwitch
@@ -51,10 +50,12 @@ class ForwardPoint:
     def attach(self, function: Callable[..., Any]) -> None:
         """Let ``function(forward, *args, **kwargs)`` compute each call of the module."""
         instance, forward = vars(self.module), self.module.forward
+        # Another point of the same module, or a tool such as accelerate, may have set one.
         self._replaced = {"forward": instance["forward"]} if "forward" in instance else {}
 
         # Copying a partial, unlike a closure, copies what it holds, and so is refused.
         attached: Any = partial(function, forward)
+        # Points of modules bind the arguments of a call by it, also where two share a module.
         attached.__signature__ = inspect.signature(forward)
         instance["forward"] = attached
 
@@ -125,6 +126,7 @@ class SequenceParallel:
         """Attach functions to hook points, in this order, and the check of inputs."""
         self._attachments = [*attachments]
         self._attach()
+        # Alone, nobody could disagree, and each forward would pay for the digest.
         if self.mesh.shares_batches:
             check = self.model.register_forward_pre_hook(self._check, with_kwargs=True)
             self.handles.append(check)
@@ -157,24 +159,24 @@ class SequenceParallel:
         finally:
             self._output = outer
 
-    def shard(self, local: EnterRows, grid: Grid) -> Rows:
+    def shard(self, local: ShardFn, grid: Grid) -> Rows:
         """The rows that this rank holds where tokens enter."""
         # A single rank needs no operator to find that it holds all rows.
         if self.mesh.sp_size == 1:
             return local(grid)
         return self.strategy(grid).shard(local, grid)
 
-    def switch(self, local: Switch, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: SwitchFn, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return self._strategy_at(rows, x).switch(local, x, rows)
 
     def self_attention(
-        self, local: SelfAttention, x: Tensor, rows: Rows, precomputed: Any = None, *, block: Block
+        self, local: AttentionFn, x: Tensor, rows: Rows, precomputed: Any = None, *, block: Block
     ) -> Tensor:
         return self._strategy_at(rows, x).self_attention(local, x, rows, precomputed, block)
 
     def attend(
         self,
-        local: Attend,
+        local: AttendFn,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -186,10 +188,10 @@ class SequenceParallel:
         return self._strategy_at(rows, q).attend(local, q, k, v, rows, groups, block)
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         strategy = self._strategy_at(rows, args[0])
-        return strategy.segment(local, function, rows, *args, recompute=recompute, last=last)
+        return strategy.segment(local, part, rows, *args, recompute=recompute, last=last)
 
     def tokenwise(
         self,
@@ -233,6 +235,8 @@ class SequenceParallel:
         if names_hook_points:
             config: Any = self.model.config
             width, heads = config.hidden_size, config.num_heads
+            # Autocast would send fewer bytes. An estimate suffices here, since any number of chunks
+            # is exact.
             element_size = next(self.model.parameters()).element_size()
 
         shape = BatchShape.of_grid(grid, width, heads, alternates=self.alternates)

@@ -58,11 +58,7 @@ class InputCheck:
     """
 
     def __init__(
-        self,
-        mesh: SequenceMesh,
-        options: Any,
-        plan: Any,
-        strategies: Callable[[], list[str]],
+        self, mesh: SequenceMesh, options: Any, plan: Any, strategies: Callable[[], list[str]]
     ) -> None:
         self.mesh, self._strategies = mesh, strategies
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
@@ -78,6 +74,8 @@ class InputCheck:
 
         host = torch.device("cpu")
         record("check", backward=False, elements=2, element_size=8)
+        # Over the host's group: an all-reduce on the device would make the host wait for the GPU's
+        # queue.
         with communicating("check", host):
             agree = all_agree(rank_digest, self.mesh.host_group, host)
         if not agree:
@@ -100,6 +98,7 @@ class InputCheck:
         if hasattr(model, "grad_checkpoint"):
             entries["modes gradient checkpointing"] = str(model.grad_checkpoint)
 
+        # Sorted: ranks may pass the same keywords in another order.
         leaves, _ = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         return entries | {f"inputs {_name(path)}": describe(leaf) for path, leaf in leaves}
 

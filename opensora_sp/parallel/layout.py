@@ -15,7 +15,7 @@ Windows are any ``Partition`` of a frame's patches; they may differ in size.
 
 Turning one layout into another is a fixed exchange: from the sizes alone every rank computes which
 entries it sends to whom (``send_splits``, in the order ``pack``) and where those it receives belong
-(``recv_splits``, ``place``).
+(``recv_splits``, ``unpack``).
 
 Legend: b samples, t frames, s patches of a frame, w windows of a frame, p patches of a window, h
 heads.
@@ -88,11 +88,11 @@ class ExchangePlan:
     """One rank's send and receive indices for converting a batch from one layout to another.
 
     It sends ``entries[pack]``, split by ``send_splits``. What it receives, ordered by sender and
-    split by ``recv_splits``, is written to ``result[place]``.
+    split by ``recv_splits``, is written to ``result[unpack]``.
     """
 
     pack: Tensor
-    place: Tensor
+    unpack: Tensor
     send_splits: list[int]
     recv_splits: list[int]
 
@@ -107,6 +107,8 @@ def _cached(function: Function) -> Function:
     @lru_cache(maxsize=1024)
     @wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
+        # A plan of a sampling step would otherwise be an inference tensor, which autograd cannot
+        # save when training reads it from the cache.
         with torch.inference_mode(False), unset_fake_temporarily():
             return function(*args, **kwargs)
 
@@ -128,7 +130,7 @@ def plan_exchange(
 
     Every rank's range in the layout ``source`` may be sent in several chunks, one all-to-all each.
     They are cut between rows (entries that differ only in the last axis). The plan is for one
-    ``chunk``: ``pack`` indexes into the chunk, and ``place`` covers a part of the result. Plans are
+    ``chunk``: ``pack`` indexes into it, and ``unpack`` covers a part of the result. Plans are
     cached.
 
     Raises:
@@ -152,8 +154,9 @@ def plan_exchange(
     order = torch.argsort(sent_from[mine])
 
     return ExchangePlan(
+        # Stable: the receiver sorts what arrives by the sender's order, without being sent indices.
         pack=to_device(torch.argsort(receiver, stable=True), torch.device(device)),
-        place=to_device(mine[order], torch.device(device)),
+        unpack=to_device(mine[order], torch.device(device)),
         send_splits=torch.bincount(receiver, minlength=num_ranks).tolist(),
         recv_splits=torch.bincount(piece[mine] // num_chunks, minlength=num_ranks).tolist(),
     )
@@ -161,6 +164,7 @@ def plan_exchange(
 
 def _piece(positions: Tensor, pieces: Sequence[Range]) -> Tensor:
     """The number of the consecutive ``[start, stop)`` that each position lies in."""
+    # Stops rather than starts: empty ranges share theirs, and right=True passes over them.
     stops = torch.tensor([stop for _, stop in pieces])
     return torch.bucketize(positions, stops, right=True)
 
@@ -173,14 +177,14 @@ def plan_delivery(made: Sequence[Tensor], wanted: Sequence[Tensor], rank: int) -
         made: for each rank the indices of the entries it has, int64, in its own order.
         wanted: for each rank the entries it needs, bool ``[all entries]``; several ranks may need
             the same entry, or none.
-        rank: the rank to plan for. ``pack`` indexes its own entries; ``place`` has the indices of
+        rank: the rank to plan for. ``pack`` indexes its own entries; ``unpack`` has the indices of
             those it receives.
     """
     sent = [receiver_mask[made[rank]].nonzero().flatten() for receiver_mask in wanted]
     arriving = [entries[wanted[rank][entries]] for entries in made]
     return ExchangePlan(
         pack=torch.cat(sent),
-        place=torch.cat(arriving),
+        unpack=torch.cat(arriving),
         send_splits=[len(entries) for entries in sent],
         recv_splits=[len(entries) for entries in arriving],
     )
@@ -198,15 +202,14 @@ def plan_heads(
     Args:
         num_heads: heads of all samples.
         counts: the tokens of each rank.
-        rank: the rank to plan for.
     """
     heads, total = balanced_sizes(num_heads, len(counts)), sum(counts)
     starts = [0, *accumulate(counts)]
     everything = torch.arange(heads[rank] * total).view(heads[rank], total)
-    place = [everything[:, start:stop].flatten() for start, stop in pairwise(starts)]
+    unpack = [everything[:, start:stop].flatten() for start, stop in pairwise(starts)]
     return ExchangePlan(
         pack=to_device(torch.arange(num_heads * counts[rank]), torch.device(device)),
-        place=to_device(torch.cat(place), torch.device(device)),
+        unpack=to_device(torch.cat(unpack), torch.device(device)),
         send_splits=[count * counts[rank] for count in heads],
         recv_splits=[heads[rank] * count for count in counts],
     )
@@ -222,6 +225,7 @@ def rank_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> Ranges:
 def unit_ranges(axes: BatchAxes, layout: str, num_ranks: int) -> Ranges:
     """The units ``[first, last)`` that each rank holds in a layout."""
     units = _Layout(axes, layout)
+    # A rank without entries starts where the next one does, and so gets no unit.
     starts = torch.tensor([start for start, _ in units.ranges(num_ranks)])
     return _consecutive(units.unit_numbers(starts), units.num_units)
 
@@ -264,6 +268,7 @@ class _Layout:
 
     def ranges(self, num_ranks: int) -> Ranges:
         """Entries held by each rank: up to the last unit that ends within its share."""
+        # Balanced by entries, not units: windows differ in size.
         shares = torch.tensor([self.total * rank // num_ranks for rank in range(num_ranks)])
         coordinates = self._coordinates(shares)
         unit_starts = {

@@ -210,6 +210,7 @@ class SequenceMesh:
             sp_group = host_group = self._process_group(ranks.ranks) if sends else None
             if needs_twins and sends:
                 host_group = self._process_group(ranks.ranks, host_backend())
+            # Only after all groups of this range are made: the creation is collective.
             if self.rank not in ranks:
                 continue
 
@@ -228,12 +229,14 @@ class SequenceMesh:
     def _peers(self, sp_size: int) -> Any:
         """The process group of ranks with equal ``sp_rank``."""
         peers = [range(first, self.world_size, sp_size) for first in range(sp_size)]
+        # All of them on every rank: creating a process group is collective over the world.
         return [self._process_group(ranks) for ranks in peers][self.rank % sp_size]
 
     def _process_group(self, ranks: range, backend: str | None = None) -> Any:
         """Create a process group, as every rank must; None without processes."""
         if not dist.is_initialized():
             return None
+        # A second communicator of the same ranks would take memory of the device for nothing.
         if len(ranks) == self.world_size and backend is None:
             return dist.group.WORLD
         kind = "dp_size" if ranks.step > 1 else "sp_size"

@@ -131,6 +131,7 @@ class TokenRows:
 
     def transpose(self, x: Tensor) -> tuple[Tensor, TokenRows]:
         """All rows ``[R, L, b, c]`` in the other layout."""
+        # As exchanges return it, so that modules see the same strides on any number of ranks.
         return x.transpose(0, 1).contiguous(), self.transposed()
 
     def to_rows(self, x: Tensor) -> Tensor:
@@ -273,6 +274,7 @@ class ModulePoints:
             rows, kept = now.module_rows[module], now.kept.pop(module, None)
         else:
             rows = self._note_call(module)
+            # Tokens received in forward wait for the recomputation, which sends nothing.
             kept = self._keep(module, rows)
 
         run = partial(self._run, call, is_kept=kept is not None)
@@ -315,6 +317,7 @@ class ModulePoints:
         assert rows is not None
         x = rows.to_rows(output)
         whole: Tensor = self.engine.gather(lambda x, rows: rows.from_rows(x), x, rows)
+        # Without a graph there is no backward that could recompute modules of this pass.
         if whole.requires_grad:
             whole.register_hook(partial(self._resume, now))
         return whole
@@ -380,6 +383,8 @@ class ModulePoints:
 
     def _cut(self, name: str, argument: Any, axes: list[str], rows: TokenRows) -> Any:
         if isinstance(argument, int):
+            # Blocks are called with the number of frames that they see: on a rank without any, the
+            # made-up one.
             return rows.num_computed
         sizes = rows.grid.sizes
         expected = [sizes.get(axis, size) for axis, size in zip(axes, argument.shape)]

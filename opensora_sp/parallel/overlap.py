@@ -91,15 +91,17 @@ class InFlightSwitch:
         parts = [
             self._transfers.pop(chunk).wait(backward=False) for chunk in range(len(self._plans))
         ]
+        # A chunk's tokens are not neighbours in the layout entered, so parts cannot be
+        # concatenated.
         tokens = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
         for plan, part in zip(self._plans, parts, strict=True):
-            tokens.index_copy_(0, plan.place, part)
+            tokens.index_copy_(0, plan.unpack, part)
         return tokens
 
     def send_gradient(self, grad: Tensor) -> None:
         # The last chunk's gradient is used first.
         for chunk, plan in reversed(list(enumerate(self._plans))):
-            packed = grad.index_select(0, plan.place)
+            packed = grad.index_select(0, plan.unpack)
             self._start(chunk, packed, plan.recv_splits, plan.send_splits, backward=True)
             # Without overlap, gradients have arrived before anything is recomputed.
             if not self._overlap_backward:
@@ -125,6 +127,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, switch: InFlightSwitch, chunk: int) -> Tensor:
         ctx.switch, ctx.chunk = switch, chunk
+        # Unpacking a saved tensor is what makes checkpointing recompute, so one is saved though
+        # backward needs none.
         ctx.save_for_backward(tokens.new_empty(0))
         switch.send(chunk, tokens)
         return tokens.new_empty(0)

@@ -108,6 +108,7 @@ def unwrap(model: Model) -> Model:
         ValueError: if ``model`` is a wrapper (of DDP, a Booster or peft) around a parallelized
             model.
     """
+    # By named modules: a wrapper may answer for the attributes of the model inside of it.
     within = next(
         (name for name, module in model.named_modules() if ATTRIBUTE in vars(module)), None
     )

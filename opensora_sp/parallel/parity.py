@@ -84,6 +84,7 @@ def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None)
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
 
+    # The output is whole on every rank; gradients are parts until they are averaged.
     names = [name for name in wanted if name != OUTPUT]
     for name in names:
         ours[name] = _averaged(ours[name], engine.mesh)
@@ -93,6 +94,7 @@ def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None)
     differences += [_difference(ours[name], wanted[name], floor) for name in names]
     output, *gradients = _largest_over_ranks(differences, engine.mesh)
 
+    # The coarsest: a model may keep its norms in fp32 and compute the rest in bf16.
     tolerance = max(TOLERANCE.get(tensor.dtype, 1e-3) for tensor in wanted.values())
     return Verdict(
         output=output,

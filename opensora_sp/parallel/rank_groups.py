@@ -71,6 +71,8 @@ def nested_groups(world_size: int, ranks_per_node: int) -> tuple[RankGroup, ...]
             middle = _middle(group, ranks_per_node)
             groups += [RankGroup(group.start, middle), RankGroup(middle, group.stop)]
 
+    # The order in which all ranks create process groups and run micro-batches; see
+    # docs/architecture.md, "No deadlock".
     return tuple(sorted(groups, key=lambda group: (-group.size, group.start)))
 
 
@@ -128,6 +130,7 @@ def _middle(group: RankGroup, ranks_per_node: int) -> int:
 
     Groups that are divided at nodes start at the first rank of one.
     """
+    # Halves that begin in the middle of a node would send over the network what fits inside.
     unit = ranks_per_node if group.spans_nodes(ranks_per_node) else 1
     units = -(-group.size // unit)
     return group.start + unit * _power_of_two_below(units)

@@ -53,6 +53,7 @@ def drain_process_group() -> None:
         return
 
     if torch.cuda.is_initialized():
+        # Kernels of NCCL that are queued have to end before their communicator goes.
         torch.cuda.synchronize()
 
     # A barrier would create the communicator of an NCCL group that was never used.
@@ -84,6 +85,7 @@ def closing_process_group() -> Iterator[None]:
 
 def report_uncaught_errors() -> None:
     """Call ``report_failure`` with the error that ends this process, before it is printed."""
+    # A process may make several meshes; a hook in a hook would report an error twice.
     is_installed = isinstance(sys.excepthook, partial) and sys.excepthook.func is _report
     if not is_installed:
         sys.excepthook = partial(_report, sys.excepthook)
@@ -113,6 +115,7 @@ def report_failure(error: Exception) -> None:
     leaving.start()
     leaving.join(STORE_TIMEOUT)
     first_reason = answers[0] if answers else reason
+    # Errors that all ranks raise alike need no note with the same words.
     if first_reason.partition(":")[2] != reason.partition(":")[2]:
         error.add_note(f"first, {first_reason}")
 

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.buckets import BatchSpec, Buckets
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.rank_groups import group_sizes, nested_groups
 
-from .batches import BatchSpec, batches_by_name
 from .run_estimator import RunEstimator
 
 
@@ -26,10 +25,8 @@ class BucketLevels:
     """Levels of blocks in the batches of a bucket on ``ranks`` that share them.
 
     Attributes:
-        name: of the bucket.
         shape: of the largest whole batch.
         levels: of each block (``models/recompute.py``).
-        text: for the log.
     """
 
     name: str
@@ -62,11 +59,11 @@ def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[
     """The levels of a bucket's batches in groups of each size on which they fit.
 
     Args:
-        name: of the bucket; of a config without buckets as in ``batches_by_name``.
+        name: of the bucket; of a config without buckets as in ``cfg.batches()``.
         sizes: of the groups that may compute them, of which those with less memory than the whole
             batch takes are left out where there are several.
     """
-    batch = batches_by_name(run.cfg)[name]
+    batch = run.cfg.batches()[name]
     latents = max(_latents(run, name, batch), key=lambda latents: run.shape_of(latents).tokens)
     # As a run excludes groups from its schedule.
     least = (least_ranks(run, batch, sizes) or max(sizes)) if len(sizes) > 1 else min(sizes)
@@ -81,9 +78,7 @@ def plan_bucket(run: RunEstimator, name: str, sizes: Sequence[int]) -> Iterator[
 
 
 def _latents(run: RunEstimator, name: str, batch: BatchSpec) -> Iterator[tuple[int, ...]]:
-    """Shapes of a bucket's latents at all aspect ratios of its resolution that the autoencoder
-    takes; no clip has one of the others.
-    """
+    """Shapes of a bucket's latents at each aspect ratio that the autoencoder takes."""
     sizes: Iterable[tuple[int, int]] = [batch.image_size]
     config = getattr(run.cfg, "bucket_config", None)
     if config is not None:
@@ -99,9 +94,6 @@ def least_ranks(run: RunEstimator, batch: BatchSpec, sizes: Sequence[int]) -> in
 
     Everything is recomputed if the config leaves the choice to the run. Inputs of blocks leave the
     device only where it would fit on no group otherwise.
-
-    Args:
-        sizes: of the groups to choose from.
     """
     latents = run.latents(batch)
     for levels in run.lowest_levels:

@@ -21,17 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from opensora_sp.models.registry import (
-    REFERENCE,
-    REFERENCE_PRESET,
-    model_class,
-    resolve_config,
-)
+from opensora_sp.models.registry import REFERENCE, REFERENCE_PRESET, model_class, resolve_config
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import preset_of
 from opensora_sp.parallel.options import Options
-from opensora_sp.runtime.cost_model_file import device_name
+from opensora_sp.runtime.cost_models import device_name, preset_of
 
 from .seconds import ModelCosts, seconds_of
 from .trace import step_inputs
@@ -48,9 +42,6 @@ def calibrate(device: torch.device) -> CostModel:
 
     Layers are as wide as ``CPU_WIDTH`` on a CPU, and as STDiT3-XL/2 on a GPU.
 
-    Args:
-        device: of this rank.
-
     Returns:
         The rates of rank 0, on all ranks. A link that there is not has its preset's rates.
     """
@@ -63,6 +54,7 @@ def calibrate(device: torch.device) -> CostModel:
 
     result = [measurement.rates]
     if dist.is_initialized():
+        # Ranks choose strategies by these numbers, so all need the same.
         dist.broadcast_object_list(result, src=0)
     return result[0]
 
@@ -133,6 +125,7 @@ class _Measurement:
             return seconds_of(shape, options, 1, model=model, element_size=self.dtype.itemsize)
 
         without, at_one = predicted(UNLIMITED), predicted(1.0)
+        # Noise may leave nothing, and a rate must be positive.
         rest = max(seconds - without, 0.05 * seconds)
         bandwidth = (at_one - without) / rest
         self.rates = replace(self.rates, memory_bandwidth=bandwidth)
@@ -157,6 +150,7 @@ class _Measurement:
         ranks = dist.get_world_size(group)
         sent, seconds = [], []
         for nbytes in SENT_BYTES:
+            # Of equal parts, as an all-to-all without split sizes takes them.
             elements = max(1, nbytes // (4 * ranks)) * ranks
             numbers = torch.zeros(elements, device=self.device)
             exchange = partial(
@@ -164,6 +158,7 @@ class _Measurement:
             )
 
             slowest = torch.tensor(self._seconds(exchange, exchanges=True), device=self.device)
+            # An exchange ends when the slowest rank has received all.
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
             sent.append(4.0 * elements * (ranks - 1) / ranks)
             seconds.append(float(slowest))
@@ -219,11 +214,10 @@ class _Measurement:
 
 
 def fitted_link(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Bytes per second and latency of a link, by the line through ``seconds`` over bytes that has
-    the least relative errors.
-    """
+    """Bytes per second and latency of a link: the line of the least relative errors."""
     per_byte, latency = np.polyfit(sent, seconds, 1, w=1 / np.asarray(seconds))
     fastest = max(num_bytes / taken for num_bytes, taken in zip(sent, seconds, strict=True))
+    # Noise may tilt the line the other way.
     bandwidth = 1 / per_byte if per_byte > 0 else fastest
     return float(bandwidth), max(0.0, float(latency))
 

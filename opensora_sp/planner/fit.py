@@ -20,10 +20,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from opensora_sp.config import TrainConfig
+from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
 from opensora_sp.parallel.cost_model import CostModel
 
-from .batches import BatchSpec, batches_by_name
 from .bucket_levels import ranks_of_bucket
 from .memory import memory_for
 from .run_estimator import Estimate, Memory, RunEstimator
@@ -114,7 +114,7 @@ def fit(
             f"got --largest-batch {largest_batch}; expected at least 1; pass the clips of a batch "
             "that are never to be exceeded"
         )
-    batches = batches_by_name(cfg)
+    batches = cfg.batches()
     chosen = list(batches) if names is None else list(names)
 
     buckets, lacking = {}, {}
@@ -140,6 +140,7 @@ class LineEstimator(RunEstimator):
     def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
         num_clips, *size = latents
         trace = super().activations
+        # Where ranks hold parts of clips, memory is no line: strategies differ.
         if num_clips % ranks:
             return trace(latents, ranks, level)
 
@@ -179,9 +180,7 @@ class _Bucket:
 
     @cached_property
     def times(self) -> Times:
-        """Seconds of the shortest batch, which recomputes no more than it has to, and of the
-        largest one.
-        """
+        """Seconds of the shortest batch, which recomputes little, and of the largest one."""
         levels = self.estimator.lowest_levels[0]
         if self.estimator.checkpointing == "auto":
             levels = [EVERYTHING]
@@ -201,11 +200,13 @@ class _Bucket:
         """True if a batch fits. Inputs of blocks leave the device for a single clip only."""
         memory = self.step(size).memory
         may_offload = size == 1 or self.estimator.checkpointing != "auto"
+        # Copying inputs to the host takes time, which a smaller batch would not need.
         offloads = OFFLOADED in memory.levels
         return memory.peak.needed <= self.estimator.budget and (may_offload or not offloads)
 
     def step(self, size: int) -> Estimate:
         """A micro-batch of this size, which keeps as much as fits."""
+        # A trace takes seconds, and the search asks for some sizes again.
         if size not in self._steps:
             self._steps[size] = self.estimator.estimate(self._latents(size), self.ranks)
         return self._steps[size]
@@ -234,6 +235,7 @@ class _Bucket:
             return self.step(size).seconds <= limit and self.fits(size)
 
         whole = _last(range(self.ranks, self.largest + 1, self.ranks), is_short)
+        # Short of the common time, a few clips more are worth an exchange.
         if whole and self.step(whole).seconds >= (1 - TOLERANCE) * common:
             return whole
         longer = range(whole + 1, min(whole + self.ranks, self.largest + 1))
@@ -272,5 +274,6 @@ def _in_gb(number: float) -> str:
 
 def _last(sizes: range, holds: Callable[[int], bool]) -> int:
     """The last of ascending sizes up to which something holds; 0 if it holds for none."""
+    # Bisected, since each answer is a trace.
     count = bisect_left(sizes, True, key=lambda size: not holds(size))
     return sizes[count - 1] if count else 0

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from opensora_sp.config.sections import Lora
+from opensora_sp.models.quantized import stored_tensors
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, STAGES, buffer_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.options import Options
@@ -57,12 +58,17 @@ class Zero:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Elements of each trainable parameter, by their part of the model, and of frozen ones."""
+    """Elements of each trainable parameter, by their part of the model, and of frozen ones.
+
+    ``int8`` of the frozen ones are quantised weights, which take ``int8_bytes`` with their scales.
+    """
 
     final: tuple[int, ...]
     pairs: tuple[tuple[int, ...], ...]
     rest: tuple[int, ...]
     frozen: int
+    int8: int = 0
+    int8_bytes: int = 0
 
     @classmethod
     def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelSizes:
@@ -72,9 +78,14 @@ class ModelSizes:
         final: list[int] = []
         rest: list[int] = []
         frozen = sum(buffer.numel() for buffer in model.buffers())
+        int8, int8_bytes = 0, 0
 
         for parameter_name, parameter in model.named_parameters():
             block = re.match(r"\w*blocks\.(\d+)\.", parameter_name)
+            stored = stored_tensors(parameter)
+            if len(stored) > 1:
+                int8 += parameter.numel()
+                int8_bytes += sum(tensor.nbytes for tensor in stored.values())
             if not parameter.requires_grad:
                 frozen += parameter.numel()
             elif block:
@@ -83,7 +94,7 @@ class ModelSizes:
                 final.append(parameter.numel())
             else:
                 rest.append(parameter.numel())
-        return cls(tuple(final), tuple(map(tuple, pairs)), tuple(rest), frozen)
+        return cls(tuple(final), tuple(map(tuple, pairs)), tuple(rest), frozen, int8, int8_bytes)
 
     @property
     def trainable(self) -> list[int]:
@@ -118,7 +129,8 @@ class Persistent:
         ``saves_frozen``: it has fp32 copies of frozen weights for its checkpoints.
         """
         parts = sum(zero.part(n) for n in sizes.trainable)
-        frozen = sizes.frozen * (zero.element_size + FP32 * saves_frozen)
+        floating = sizes.frozen - sizes.int8
+        frozen = floating * (zero.element_size + FP32 * saves_frozen) + sizes.int8_bytes
         return cls(
             weights=parts * zero.world * zero.element_size + frozen,
             master_weights=FP32 * parts,

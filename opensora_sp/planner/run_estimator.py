@@ -7,14 +7,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
+from operator import add
 from typing import Literal
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.diffusion import predictions_per_step
+from opensora_sp.diffusion.cached_steps import SamplingOptions, SamplingStep, sampling_steps
 from opensora_sp.encoders import planned_latent_size
-from opensora_sp.models.kernels import Kernels as KernelSetting
+from opensora_sp.models.kernels.fused import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
@@ -22,9 +26,9 @@ from opensora_sp.parallel.mesh import check_sp_size
 from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import check_degrees_in, fixed_groups, nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.parallel.strategies.strategy import AllToAll
+from opensora_sp.runtime.cost_models import cost_model_of
 
-from .batches import BatchSpec
 from .memory import (
     COMPILED_LEVELS,
     LEVELS,
@@ -141,13 +145,15 @@ class RunEstimator:
         # In sampling, adapters are merged into the weights.
         self.lora = cfg.lora if isinstance(cfg, TrainConfig) else None
         self.checkpointing: bool | int | Literal["auto", "offload"] = False
-        self.predictions = 1
+        self.predictions, self.is_cached = 1, False
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
         else:
             process = build_component(cfg.scheduler, SCHEDULERS)
             by_frames = cfg.cond_type is not None
             self.predictions = predictions_per_step(process, by_frames=by_frames)
+            # Some steps keep the residual of the blocks.
+            self.is_cached = isinstance(process, SamplingOptions) and process.cache_threshold > 0
 
         if memory is None:
             memory = DEFAULT_MEMORY if self.training else math.inf
@@ -177,14 +183,25 @@ class RunEstimator:
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.name, self.config, self.lora)
 
-    def latents(self, bucket: BatchSpec) -> tuple[int, ...]:
+    def latents(self, bucket: BatchSpec, step: SamplingStep | None = None) -> tuple[int, ...]:
         """Shape of the model's input ``[B, c, frames, height, width]``.
 
-        In sampling B counts all predictions of a step.
+        In sampling B counts all predictions of a step, by default of one with guidance.
         """
         size = planned_latent_size(self.cfg.vae, bucket.num_frames, *bucket.image_size)
         self.video_frames[size] = max(bucket.num_frames, self.video_frames.get(size, 0))
-        return bucket.batch_size * self.predictions, self.config.in_channels, *size
+        predictions = self.predictions if step is None or step.guided else 1
+        return bucket.batch_size * predictions, self.config.in_channels, *size
+
+    def steps(self, bucket: BatchSpec) -> list[SamplingStep]:
+        """The sampling steps of a batch.
+
+        Raises:
+            ValueError: if the guidance interval holds none.
+        """
+        shape = (bucket.num_frames, *bucket.image_size)
+        latent_frames, *_ = planned_latent_size(self.cfg.vae, *shape)
+        return sampling_steps(build_component(self.cfg.scheduler, SCHEDULERS), shape, latent_frames)
 
     def shape_of(self, latents: tuple[int, ...]) -> BatchShape:
         num_samples, _, frames, height, width = latents
@@ -242,12 +259,35 @@ class RunEstimator:
         if self.training:
             return sent
 
+        gathered = self._gathered(shape, ranks)
+        return replace(sent, forward=list(map(add, sent.forward, gathered)))
+
+    def _gathered(self, shape: BatchShape, ranks: int) -> list[int]:
         # The output is fp32 or wider.
         volume = math.prod(self.config.patch_size)
         token_bytes = volume * self.config.out_channels * max(4, self.dtype.itemsize)
-        strategy = strategy_for(shape, options, ranks)
-        gathered = output_gather(shape, strategy, ranks, token_bytes)
-        return replace(sent, forward=[a + b for a, b in zip(sent.forward, gathered, strict=True)])
+        strategy = strategy_for(shape, self.options_on(ranks), ranks)
+        return output_gather(shape, strategy, ranks, token_bytes)
+
+    def sent_in_steps(
+        self, bucket: BatchSpec, ranks: int, steps: Sequence[SamplingStep]
+    ) -> list[int]:
+        """Bytes that each rank sends in all these sampling steps of a batch."""
+        total = [0] * ranks
+        for step, following in pairwise([*steps, steps[-1]]):
+            shape = self.shape_of(self.latents(bucket, step))
+            sent = self._gathered(shape, ranks)
+            if step.computed:
+                sent = self.traffic(shape, ranks, [EVERYTHING]).forward
+            # The blocks' input is brought into the layout of their output.
+            strategy = strategy_for(shape, self.options_on(ranks), ranks)
+            spatial, temporal = strategy.token_layouts(shape)
+            switches = shape.alternates and spatial != temporal
+            if switches and not (step.computed and following.computed):
+                switch = AllToAll(1, spatial, temporal, shape.width * self.dtype.itemsize)
+                sent = list(map(add, sent, switch.sent(shape, ranks).forward))
+            total = list(map(add, total, sent))
+        return total
 
     @cached_property
     def zero(self) -> Zero:
@@ -284,7 +324,16 @@ class RunEstimator:
         if not isinstance(self.cfg, TrainConfig):
             state = Persistent.sampling(self.sizes, self.dtype.itemsize)
             traced = self.activations(latents, ranks, EVERYTHING)
-            return Memory(state, sampling_peak(state, traced, self.config.depth), [EVERYTHING])
+            peak = sampling_peak(state, traced, self.config.depth)
+            if self.is_cached:
+                # The blocks' input, in the layouts of input and output, till they have run.
+                shape = self.shape_of(latents)
+                layouts = strategy_for(shape, self.options_on(ranks), ranks).token_layouts(shape)
+                tokens = sum(max(shape.entries(layout, ranks)) for layout in layouts)
+                kept = tokens * shape.width * self.dtype.itemsize
+                total, activations = peak.total + kept, peak.activations + kept
+                peak = replace(peak, total=total, activations=activations)
+            return Memory(state, peak, [EVERYTHING])
 
         levels = self._levels(lambda levels: self.peak(latents, ranks, levels).needed)
         pinned = pinned_bytes(
@@ -324,9 +373,7 @@ class RunEstimator:
         return [[level] * self.config.num_blocks for level in levels]
 
     def seconds(self, latents: tuple[int, ...], ranks: int, levels: Sequence[int]) -> float:
-        """Predicted seconds of a micro-batch on the busiest of ``ranks``, by arithmetic; in
-        sampling of one step.
-        """
+        """Predicted seconds of a micro-batch on the busiest rank; in sampling of one step."""
         return seconds_of(
             self.shape_of(latents),
             self.options_on(ranks),

@@ -7,15 +7,29 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opensora_sp.config import InferenceConfig, TrainConfig
+from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec
+from opensora_sp.diffusion.cached_steps import SamplingStep
+from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel.cost_model import CostModel
-from opensora_sp.parallel.gpus import GPUS
 from opensora_sp.parallel.strategies import strategy_for
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import GPUS, cost_model_of
 
-from .batches import CHOSEN_AT_START, BatchSpec, batches_by_name
 from .bucket_levels import ranks_of_bucket
 from .run_estimator import Estimate, RunEstimator
 from .sampling_memory import SamplingMemory, placed
+
+
+@dataclass(frozen=True)
+class StepsEstimate:
+    """All sampling steps of a batch on the ranks that share it.
+
+    ``seconds`` are of the busiest rank, where steps that reuse the blocks' residual count as none.
+    ``sent`` are the bytes that each rank sends.
+    """
+
+    steps: list[SamplingStep]
+    seconds: float
+    sent: list[int]
 
 
 @dataclass(frozen=True)
@@ -24,7 +38,7 @@ class BatchEstimate(Estimate):
 
     ``shape`` are the samples, frames, patches of a frame and tokens of a batch; ``strategy`` is
     how ranks share it, ``reason`` why. ``fits`` is whether it needs no more than the run's memory,
-    ``sampling`` the memory with the encoders.
+    ``sampling`` the memory with the encoders, ``steps`` all steps of sampling.
     """
 
     bucket: BatchSpec
@@ -34,6 +48,7 @@ class BatchEstimate(Estimate):
     reason: str
     fits: bool
     sampling: SamplingMemory | None = None
+    steps: StepsEstimate | None = None
 
 
 @dataclass(frozen=True)
@@ -99,11 +114,7 @@ def estimator_of(
     return run
 
 
-def plan(
-    cfg: TrainConfig | InferenceConfig,
-    num_gpus: int,
-    **numbers: Any,
-) -> Plan:
+def plan(cfg: TrainConfig | InferenceConfig, num_gpus: int, **numbers: Any) -> Plan:
     """Plan a config's run on ``num_gpus`` processes. Needs no process group, no GPU and no weights.
 
     Args:
@@ -122,7 +133,7 @@ def bucket_estimates(run: RunEstimator) -> Iterator[BatchEstimate]:
     Raises:
         ValueError: if a batch size is chosen when the run starts.
     """
-    for name, batch in batches_by_name(run.cfg).items():
+    for name, batch in run.cfg.batches().items():
         if batch.batch_size == CHOSEN_AT_START:
             raise ValueError(
                 f"got bucket_config with batch sizes that a run chooses at its start ({name}); "
@@ -149,6 +160,16 @@ def _estimate(run: RunEstimator, bucket: BatchSpec, ranks: int) -> BatchEstimate
         reason=strategy.reason(shape, options, ranks),
         fits=estimate.memory.peak.needed <= run.memory,
         sampling=None if run.training else placed(run, bucket, estimate.memory)[1],
+        steps=None if run.training else _all_steps(run, bucket, ranks),
+    )
+
+
+def _all_steps(run: RunEstimator, bucket: BatchSpec, ranks: int) -> StepsEstimate:
+    steps = run.steps(bucket)
+    shapes = [run.latents(bucket, step) for step in steps if step.computed]
+    seconds = {shape: run.seconds(shape, ranks, [EVERYTHING]) for shape in set(shapes)}
+    return StepsEstimate(
+        steps, sum(seconds[shape] for shape in shapes), run.sent_in_steps(bucket, ranks, steps)
     )
 
 

@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig
 from opensora_sp.config.components import SCHEDULERS, build_component, split_type
+from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.data.transforms import quantized
 from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, decoded_pieces
 from opensora_sp.encoders.loading import FrozenEncoder, weight_bytes
 
-from .batches import BatchSpec
 from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, LivePeak
 from .memory import MemoryPeak
 from .run_estimator import Memory, RunEstimator

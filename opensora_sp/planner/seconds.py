@@ -143,9 +143,7 @@ class ModelCosts:
 
     @classmethod
     def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelCosts:
-        """Of a model's registered name and its whole configuration, with the adapters that are
-        trained.
-        """
+        """Of a model's registered name and whole configuration, with its trained adapters."""
         flops = ModelFlops.of(meta_model(name, config, torch.bfloat16, lora))
         return cls(flops, config.model_max_length, *model_class(name).pass_counts)
 
@@ -166,11 +164,8 @@ def seconds_of(
     length.
 
     Args:
-        shape: of the batch that the ranks share.
         options: of sequence parallelism; ``options.cost_model`` has the rates, and
             ``options.spans_nodes`` states whether the group lies on several nodes.
-        ranks: of the group.
-        model: from ``ModelCosts.of``.
         element_size: bytes of an activation's number.
         recomputed: share of the blocks whose forward is repeated in backward.
         training: False predicts a forward pass alone.
@@ -194,12 +189,7 @@ class _Pass:
     """Seconds of the parts of one pass on the busiest rank."""
 
     def __init__(
-        self,
-        shape: BatchShape,
-        options: Options,
-        ranks: int,
-        model: ModelCosts,
-        element_size: int,
+        self, shape: BatchShape, options: Options, ranks: int, model: ModelCosts, element_size: int
     ) -> None:
         self.shape, self.options, self.ranks = shape, options, ranks
         self.model, self.element_size = model, element_size

@@ -14,8 +14,9 @@ from torch import Tensor
 from opensora_sp.config.sections import Lora
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models.extra_inputs import extra_shapes
-from opensora_sp.models.kernels import Kernels, using_kernels
+from opensora_sp.models.kernels.fused import Kernels, using_kernels
 from opensora_sp.models.lora import add_lora, targets_of_any_block
+from opensora_sp.models.quantized import quantize_blocks
 from opensora_sp.models.registry import model_class
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 
@@ -107,7 +108,9 @@ def meta_model(name: str, config: Any, dtype: torch.dtype, lora: Lora | None = N
     with torch.device("meta"):
         model = model_class(name)(config).to(dtype)
         if lora is not None:
-            add_lora(model, **dict(lora))
+            if lora.quantize is not None:
+                quantize_blocks(model)
+            add_lora(model, **lora.layer_options)
     return model
 
 

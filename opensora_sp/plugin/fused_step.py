@@ -45,6 +45,7 @@ def fused(
         found_inf: 1.0 skips the step on the device, 0.0 takes it, float32 ``[]``.
     """
     adam: Any = optimizer
+    # Restored after the step: checkpoints have the options as the user has set them.
     settings = [group["fused"] for group in adam.param_groups]
     _move_step_counts(adam)
     for group in adam.param_groups:
@@ -53,6 +54,7 @@ def fused(
     try:
         yield
     finally:
+        # A later step without them would read this one's.
         del adam.grad_scale, adam.found_inf
         for group, setting in zip(adam.param_groups, settings, strict=True):
             group["fused"] = setting
@@ -90,6 +92,7 @@ class Bucket:
         """Set the whole weights on every rank to the master weights of all. Collective."""
         world, sizes = dist.get_world_size(), [shard.numel() for shard in self.shards]
         neighbours = self.shards[0].as_strided((sum(sizes),), (1,))
+        # Cast before it is sent, which halves the bytes in 16 bits.
         local = gathered = neighbours.to(self.whole[0].dtype)
         if world > 1:
             gathered = local.new_empty(world * local.numel())

@@ -65,6 +65,7 @@ class LocalGradients:
         world = len(self.sums)
         local_sums = self.sums[dist.get_rank()]
         if world > 1:
+            # In pieces, since each is copied before it is sent.
             width = max(1, max_elements // world)
             pieces = zip(self.sums.split(width, dim=1), local_sums.split(width), strict=True)
             for columns, mean in pieces:
@@ -77,6 +78,7 @@ class LocalGradients:
         received, sent = torch.empty_like(mean), columns.contiguous().flatten()
         with communicating("zero", mean.device, backward=True):
             dist.reduce_scatter_tensor(received, sent)
+        # Divided after the sum, in its precision.
         torch.div(received, len(columns), out=mean)
 
 
@@ -123,6 +125,7 @@ class AccumulatingZeroOptimizer(SequenceZeroOptimizer):
             )
         assert param.grad is not None
         self._local[group_id].add(param, param.grad)
+        # Freed at once, so that memory holds the sums and a few gradients.
         param.grad = None
 
     def _reduce_grad(self, partition_grad: bool) -> None:
@@ -162,5 +165,6 @@ class AccumulatingZeroOptimizer(SequenceZeroOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         for local in self._local.values():
+            # In place: the columns of parameters are views of it.
             local.sums.zero_()
         self._are_reduced = False

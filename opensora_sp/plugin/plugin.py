@@ -20,7 +20,7 @@ from opensora_sp.checkpoint import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
 from opensora_sp.parallel.mesh import SequenceSize
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 from ._colossalai import (
     DistributedOptim,
@@ -145,9 +145,7 @@ class SequenceParallelPlugin(LowLevelZeroPlugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Wrap the model for sequence parallelism and the optimizer for ZeRO; called by
-        ``Booster.boost``.
-        """
+        """Wrap the model and the optimizer for ``Booster.boost``."""
         # Before anything that one rank alone would refuse.
         check_same_model(model, current_device())
 

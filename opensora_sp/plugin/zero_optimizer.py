@@ -60,6 +60,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             # They are views of the model's weights.
             return shards
 
+        # One buffer, so that a step casts and gathers all weights in a few kernels.
         views = flattened(shards)
         for shard, view in zip(shards, views, strict=True):
             working = self.master_to_working_param.pop(id(shard))
@@ -83,6 +84,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
         ColossalAI's method ends with a synchronization of the device. Here the compute stream
         waits for the stream of the reduction, see ``_reduce_grad``.
         """
+        # Stage 2 keeps only this rank's shard of a gradient, which a later pass could not be added
+        # to.
         assert self.require_grad_sync or not self._partition_grads, "no_sync needs ZeRO stage 1"
         if self.mixed_precision_mixin is not None:
             loss = self.mixed_precision_mixin.pre_backward(loss)
@@ -169,6 +172,8 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             whether the step was taken, a boolean ``[]`` on the device. In fp16 it is not where the
             loss scale was too large, either.
         """
+        # 0 where the loss is finite, else NaN, so that it travels in the sum of squares without
+        # another collective.
         witness = (loss.detach().double() * 0.0).sum()
         if self.is_fused and self.require_grad_sync:
             taken = self._fused_step(witness)
@@ -203,6 +208,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             self._loss_scale.update(~finite)
         if skips:
             before = self._current_grad_norm
+            # The log shows the norm of the last step that was taken.
             norm = torch.where(finite, norm, 0.0 if before is None else before)
         self._current_grad_norm = norm
 
@@ -234,6 +240,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     def _sum_of_squares(self, gradients: list[Tensor], witness: Tensor | None = None) -> Tensor:
         """The sum over all gradients of all ranks, float32 ``[]``. Collective."""
+        # Ranks without a gradient take part as well.
         total = torch.zeros((), dtype=torch.float64, device=self._device())
         if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
@@ -243,6 +250,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
         # As in ColossalAI. Second moments are fp32: a sum that overflows is not finite for them.
         squares = total.float()
+        # Of shards: each rank has summed other numbers.
         dist.all_reduce(squares)
         return squares
 
@@ -297,11 +305,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
             self._loss_scale.update(~finite)
         return bool(finite)
 
-    def clip_grad_by_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-    ) -> Tensor:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the next ``step`` to a global norm; return the norm before.
 
         ColossalAI's method clips the gradients of the fp32 master weights, which do not exist
@@ -326,6 +330,7 @@ class SequenceZeroOptimizer(LowLevelZeroOptimizer):
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Clip each number of the gradients of the next ``step``."""
+        # Gradients still have fp16's loss scale; the limit is for those without it.
         limit = float(clip_value * self._scale())
         for gradient in self._gradients():
             gradient.clamp_(-limit, limit)

@@ -142,6 +142,7 @@ class CollectiveRecorder:
         """Collectives that may be pending: calls of some thread, and the newest of each group."""
         with self._lock:
             newest = [group.newest[-1] for group in self._groups.values() if group.newest]
+            # Another thread, such as a save in the background, may wait in an earlier one.
             others = [call for call in self._open if call not in newest]
         return [*others, *newest]
 
@@ -154,6 +155,7 @@ class CollectiveRecorder:
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         replaced = getattr(c10d, name)
         for module in (c10d, dist):
+            # Somebody else may have replaced it, and is left alone.
             if getattr(module, name) is replaced:
                 self._replaced.append((module, name, replaced))
                 setattr(module, name, function)
@@ -200,6 +202,8 @@ class CollectiveRecorder:
             if state is None:
                 state = self._groups[name] = _Group(tuple(dist.get_process_group_ranks(group)))
 
+            # Only two ranks call send and recv, which would set the numbers of a group's ranks
+            # apart.
             state.called += peer is None
             ranks = state.ranks if peer is None else (dist.get_rank(), peer)
             call = Collective(operation, tensors, name, state.called, ranks, peer, line)

@@ -49,6 +49,7 @@ class Launch:
                 f"{ADVICE}"
             )
 
+        # srun and hand-written launches do not set it.
         variables = {"LOCAL_WORLD_SIZE": variables["WORLD_SIZE"], **variables}
         launch = cls(
             rank=_integer(variables, "RANK"),
@@ -90,13 +91,13 @@ class Launch:
         return self.rank == 0 and not self.agent_store
 
 
-def resolve(host: str, port: int | None = None) -> list[str]:
+def resolve(host: str) -> list[str]:
     """IP addresses of a host name.
 
     Raises:
         OSError: if the name is unknown.
     """
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(info[4][0]) for info in infos]
 
 

@@ -89,6 +89,7 @@ def choose_interface(master: tuple[str, int]) -> None:
     """
     _, interface = _route_to(master)
     if interface:
+        # A user who has set it knows the network better.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -97,6 +98,7 @@ def _route_to(master: tuple[str, int]) -> tuple[str, str | None]:
     try:
         family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
+            # Of a datagram socket: the kernel looks up its route and sends nothing.
             probe.connect(address)
             local = str(probe.getsockname()[0])
     except OSError:

@@ -85,6 +85,8 @@ class LocalRanks:
             while True:
                 if not is_sent and is_cancelled():
                     is_sent = True
+                    # To rank 0 alone, which tells the others between two steps; else they might
+                    # stop at different ones.
                     self._pipes[0].send(None)
                 for ready in wait(self._pipes, INTERVAL):
                     assert isinstance(ready, Connection)
@@ -135,6 +137,7 @@ class LocalRanks:
         process = self.context.Process(target=_enter, args=arguments)
         process.start()
         theirs.close()
+        # An open copy here would hide that the rank has ended.
         self._pipes.append(ours)
         self.processes.append(process)
 
@@ -165,6 +168,7 @@ def _enter(
 ) -> None:
     """The life of a rank."""
     set_parent_death_signal(signal.SIGKILL)
+    # Appended, since all ranks write here.
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(output, stream)

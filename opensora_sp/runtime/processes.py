@@ -63,6 +63,7 @@ def _end_with(watched: list[psutil.Process]) -> None:
     waited = 0.0
     while waited < EXIT_TIMEOUT:
         time.sleep(INTERVAL)
+        # While a watchdog runs, it decides, and the time begins when it has left.
         waited = 0.0 if is_request_to_stop.is_set() else waited + INTERVAL
 
     name = f"rank {os.environ['RANK']}" if "RANK" in os.environ else f"process {os.getpid()}"
@@ -88,6 +89,7 @@ def set_parent_death_signal(number: int) -> int:
 
 def is_alive(process: psutil.Process) -> bool:
     """True if a process still runs; one that has exited may remain as a zombie."""
+    # A parent that does not wait for its child leaves a zombie, whose number still exists.
     ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     try:
         return bool(process.is_running() and process.status() not in ended)
@@ -208,6 +210,8 @@ def init_worker(worker: int = 0) -> None:
         os._exit(1)
 
     for number in (signal.SIGINT, signal.SIGUSR1):
+        # A terminal sends Ctrl-C to all of its processes, and the rank still needs clips for its
+        # last steps.
         signal.signal(number, signal.SIG_IGN)
     # Python would not run a handler while the main thread waits for a file to open.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -202,6 +202,7 @@ class Rendezvous:
 
         with reporting_lost_store(launch):
             number = self.store.add(COUNTER, 1)
+            # A run that was started with the port of another one.
             if number > launch.world_size:
                 raise ValueError(self._foreign(number))
             self.store.set(REPORT.format(number), json.dumps(asdict(info)))
@@ -239,6 +240,7 @@ class Rendezvous:
     def _host_store(self, joined: list[RankInfo]) -> Place:
         """Host the store of the run."""
         processes = [info.process for info in sorted(joined, key=lambda info: info.rank)]
+        # On one host the port is not open to the network.
         is_one_host = len({machine for machine, _ in processes}) == 1
         address = LOOPBACK if is_one_host else rendezvous_address()
         self.hosted = RunStore.host(address, processes, self.store.store)
@@ -299,6 +301,7 @@ class Rendezvous:
     def _wait_until_all_know(self) -> None:
         """A rank that exits may end the store, or let torchrun end the other ranks of its host."""
         self.store.add("know", 1)
+        # Other ranks end nobody else when they exit, so they need not wait.
         if self.launch.agent_store or self.launch.hosts_store:
             world_size = self.launch.world_size
             wait_until(lambda: self.store.add("know", 0) >= world_size, EXIT_TIMEOUT)

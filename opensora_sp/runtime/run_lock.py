@@ -111,6 +111,7 @@ class RunLock:
             return
         # The kernel releases a lock that cannot be removed when this process ends.
         with suppress(OSError):
+            # Another run may have taken a lock that looked stale, and has its own file here.
             if Holder.read(self.path) == self._holder:
                 self.path.unlink()
         # Workers that were forked meanwhile share the lock, which ends for them too.
@@ -123,6 +124,7 @@ class RunLock:
         Args:
             is_stale: the process of another host that the file names has ended.
         """
+        # Whoever can write to the folder could put a link or a named pipe in place of the lock.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(self.path, flags, 0o644)
         try:
@@ -184,6 +186,8 @@ class RunLock:
             with suppress(OSError):
                 holder = Holder.read(self.path)
                 if holder == self._holder:
+                    # The file's time is the heartbeat, which file servers pass on where they do not
+                    # pass locks on.
                     os.utime(self.path)
                 elif holder is not None and not self._released.is_set():
                     # Two runs that write to a folder would remove each other's checkpoints.

@@ -61,6 +61,7 @@ class BoundedStore:
         self.store, self.timeout = store, timeout
         self._is_lost = False
         self._calls: Calls = SimpleQueue()
+        # The thread does not refer to this object, which is collected when its run has ended.
         weakref.finalize(self, self._calls.put, None)
         threading.Thread(target=_serve, args=(self._calls,), name="store", daemon=True).start()
 
@@ -164,11 +165,7 @@ class RunStore:
     """
 
     def __init__(
-        self,
-        rank: int,
-        place: Place,
-        launch_store: dist.Store,
-        server: dist.TCPStore | None = None,
+        self, rank: int, place: Place, launch_store: dist.Store, server: dist.TCPStore | None = None
     ) -> None:
         self.rank, self.world_size = rank, len(place.processes)
         self.place, self.launch_store = place, launch_store
@@ -197,6 +194,7 @@ class RunStore:
             RuntimeError: if this host has no such address.
         """
         server = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
+        # Set beforehand: reading a key that is missing waits for it.
         server.set("failure", "")
         server.set("stop", "")
         for rank in range(len(processes)):
@@ -255,6 +253,7 @@ class RunStore:
         """Make this the run's failure unless it has one already; returns the run's failure."""
         try:
             text = _encodable(reason)
+            # Compared and set in one operation: of two ranks that fail at once, one is the first.
             return str(self._connected().compare_set("failure", "", text).decode())
         except RuntimeError:
             # Rank 0 has exited, or does not answer.

@@ -37,6 +37,7 @@ class PeerTimeout:
     def check(self, number: int, heartbeats: dict[int, Heartbeat]) -> str | None:
         """Report a silent rank; called at each heartbeat of this rank, which has a ``number``."""
         for rank, heartbeat in heartbeats.items():
+            # Any change counts, so no clock of another host is read.
             if heartbeat != self._newest.get(rank):
                 self._newest[rank], self._seen_at[rank] = heartbeat, number
 
@@ -126,6 +127,7 @@ class CollectiveTimeout:
             # A peer that writes none is stopped or cut off, and left to peer_timeout.
             return None
         if call.peer is not None:
+            # The peer itself waits for a third rank, which is to be blamed.
             others = set(heartbeats[call.peer].waits_for) - {self._rank}
             if others and heartbeat - snapshot.at < PATIENT_HEARTBEATS:
                 return None
@@ -138,6 +140,7 @@ class CollectiveTimeout:
         }
         fewest = min(counts.values(), default=call.number)
         if fewest < call.number:
+            # The first that some rank lacks: later ones wait for it.
             first = self._recorder.find(call.group, fewest + 1) or call
             missing = [rank for rank, count in counts.items() if count < first.number]
             return self._report(first, {rank: heartbeats[rank] for rank in missing})

@@ -45,13 +45,7 @@ from .collective_recorder import CollectiveRecorder, location_of_thread, stack_o
 from .processes import SignalHandler, exiting_after, is_alive, launchers
 from .rendezvous import JOIN_TIMEOUT, first_line, join_timeout
 from .run_store import PROCESS_ENDED, PROPAGATION_TIMEOUT, Heartbeat, RunStore
-from .timeouts import (
-    COLLECTIVE_TIMEOUT,
-    INTERVAL,
-    CollectiveTimeout,
-    PeerTimeout,
-    backend_timeout,
-)
+from .timeouts import COLLECTIVE_TIMEOUT, INTERVAL, CollectiveTimeout, PeerTimeout, backend_timeout
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 3.0  # seconds for the run to end by itself after a failure, before os._exit
@@ -148,6 +142,7 @@ class Watchdog:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        # A script that calls sys.exit(0) has not failed.
         if isinstance(error, SystemExit) and not error.code:
             error = None
         if error is not None and self._is_connection_error(error):
@@ -194,6 +189,7 @@ class Watchdog:
             wait_until(lambda: self._failure is not None, PROPAGATION_TIMEOUT)
 
         try:
+            # The rank that failed usually says so a moment after its connections close.
             before = self._store.heartbeats(self._others)
             wait_for_failure()
             after = self._store.heartbeats(self._others)
@@ -224,6 +220,7 @@ class Watchdog:
             logger.error("%s (after %s)", reason, self._failure)
         elif self._rank == 0:
             logger.error("%s", reason)
+        # torchrun prints the error file of the rank that failed first.
         write_error_file(self._failure)
 
         # Errors that users can fix are logged once: by rank 0, before it acknowledges them.
@@ -235,6 +232,7 @@ class Watchdog:
 
     def _leave_with_all(self) -> None:
         """Mark this rank as having left. Rank 0 hosts the store, so it leaves last."""
+        # The thread has lost the store, or waits for it; then so would this one.
         if not self._store.is_open or self._thread.is_alive():
             return
 
@@ -246,6 +244,7 @@ class Watchdog:
 
     def _all_have_left(self) -> bool:
         peers = self._store.peers
+        # A rank that was killed after its last collective will never write that it has left.
         living = [rank for rank in self._others if rank not in peers or is_alive(peers[rank])]
         return all(heartbeat.has_left for heartbeat in self._store.heartbeats(living).values())
 
@@ -269,6 +268,7 @@ class Watchdog:
                     f"({reason}); it was at {self._store.last_location(0)}"
                 )
             except Exception:
+                # An error of this code is no reason to end days of training.
                 return logger.exception("the watchdog failed; the run continues without it")
 
     def _check(self) -> None:
@@ -297,6 +297,7 @@ class Watchdog:
         if stop_reason:
             self._request_stop(stop_reason)
 
+        # Rank 0 alone reads all, or reads would grow with the square of the ranks.
         heartbeats = self._store.heartbeats(self._others if self._rank == 0 else [0])
         self._fail_if(self._peer_timeout.check(self._number, heartbeats))
         for rank, process in self._store.peers.items():
@@ -343,6 +344,7 @@ class Watchdog:
 
     def _end_run(self, reason: str) -> None:
         """Report a failure, propagate it, and end the process unless the run ends by itself."""
+        # The first failure of any rank, so that all report one cause.
         self._failure = reason = self._store.claim_failure(reason)
         with exiting_after(PROPAGATION_TIMEOUT + 2 * EXIT_TIMEOUT, _exit_code(reason)):
             self._report_and_exit(reason)

@@ -24,10 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_sp.data import to_frames
-from opensora_sp.encoders import Piece, decoded_pieces
+from opensora_sp.encoders.interface import Piece, decoded_pieces, frames_of
 from opensora_sp.parallel import SequenceMesh
-
-from .requests import frames_of
 
 Frames = Iterator[tuple[int, np.ndarray]]
 """(index in the batch, frames uint8 ``[F, height, width, 3]``); pieces of a video are in order."""

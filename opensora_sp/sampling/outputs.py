@@ -32,7 +32,7 @@ from opensora_sp.parallel import SequenceMesh
 from .contact_sheet import drawable, shown_frames, write_contact_sheet
 from .decoding import writer_of
 from .pipeline import Pipeline
-from .requests import Request
+from .requests import Request, steps_of_video
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +239,10 @@ def facts_of(
         facts["lora"] = cfg.lora
     if request.inputs:
         facts["inputs"] = {name: str(path) for name, path in request.inputs.items()}
+    steps = steps_of_video(cfg, request.shape)
+    for name in ("computed", "guided"):
+        if not all(getattr(step, name) for step in steps):
+            facts[f"{name}_steps"] = [i for i, step in enumerate(steps) if getattr(step, name)]
     if request.digests:
         facts[DIGESTS] = dict(request.digests)
 
@@ -283,7 +287,7 @@ def fingerprint(weights: Path, adapters: Sequence[Adapters] = ()) -> str:
     digests = [sha256(file) for file in weight_files(weights)]
     for adapter in adapters:
         digests += [sha256(file) for file in weight_files(adapter.path)]
-        digests.append(repr(adapter.scale * adapter.scaling))
+        digests.append(repr(adapter.scale * adapter.kind.scaling))
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()

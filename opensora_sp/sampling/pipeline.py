@@ -5,6 +5,7 @@ Legend: B videos, c latent channels, f x h x w latent size, L text tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import read_frames, to_clip
-from opensora_sp.data.limits import Budget
 from opensora_sp.diffusion import (
     ConditioningFrames,
     DiffusionProcess,
@@ -23,15 +23,24 @@ from opensora_sp.diffusion import (
     predictions_per_step,
     size_conditions,
 )
+from opensora_sp.diffusion.cached_steps import (
+    CachedPrediction,
+    SamplingStep,
+    describe_steps,
+    sampling_steps,
+)
 from opensora_sp.diffusion.guidance import unguided
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
+from opensora_sp.models.block_cache import BlockCache
 from opensora_sp.parallel import SequenceMesh
 
 from .decoding import Frames, decode
 from .prompts import Prompt, prompt_of_loop
 from .reference_frames import Insertion, frames_of_kind, insert_references
 from .requests import Request, extra_inputs, first_frames
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,14 @@ class Pipeline:
         numbers |= self._extra_inputs(batch, loop)
         copies = self._copies(conditioning_frames)
         text = text or self.encode(batch, loop, copies=copies)
-        predict = self._prediction(text, numbers, copies, conditioning_frames)
+        steps = sampling_steps(self.process, batch[0].shape, z.shape[2])
+        if described := describe_steps(steps):
+            logger.info("%s", described)
+        computed = [step.computed for step in steps]
+        cache = None if all(computed) else BlockCache()
+        predict = self._prediction(text, numbers, copies, conditioning_frames, steps, cache)
+        if cache is not None:
+            predict = CachedPrediction(predict, cache, computed)
         special: dict[str, Any] = {}
         if conditioning_frames is not None:
             # Not every process takes them.
@@ -159,12 +175,19 @@ class Pipeline:
         numbers: dict[str, Tensor],
         copies: int,
         conditioning_frames: ConditioningFrames | None,
+        steps: Sequence[SamplingStep],
+        cache: BlockCache | None,
     ) -> Callable[..., Tensor]:
         """The model's prediction as a function of latents and timestep, guided where asked for."""
+        # Models from outside of the package may not take one.
+        further = {} if cache is None else {"block_cache": cache}
         if copies == 1:
-            return unguided(self.model, y=text, **numbers)
+            return unguided(self.model, y=text, **numbers, **further)
 
         inputs: dict[str, Any] = {name: torch.cat([x] * copies) for name, x in numbers.items()}
+        inputs |= further
+        if not all(step.guided for step in steps):
+            inputs["guided"] = [step.guided for step in steps]
         if conditioning_frames is not None and conditioning_frames.index:
             null = self._null_text(copies * len(conditioning_frames.latents))
             inputs |= conditioning_frames.guided_inputs() | dict(y_null=null)
@@ -230,8 +253,7 @@ class Pipeline:
         """Read and encode a prompt's references, resized to the video's (height, width)."""
         latents = []
         for path in prompt.references:
-            limits = self.cfg.limits
-            frames = read_frames(path, Budget.of(limits.seconds, limits))
+            frames = read_frames(path, self.cfg.limits)
             frames = frames[: planned_whole_frames(self.cfg.vae, len(frames))]
             clip = to_clip(frames, size)
             latents.append(self.vae.encode(clip[None].to(self.device))[0].to(self.dtype))

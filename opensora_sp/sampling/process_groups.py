@@ -141,7 +141,7 @@ def place_encoders(cfg: InferenceConfig, groups: Groups, free: float) -> Inferen
     Settings of ``offload`` stay as they are.
     """
     # On GPUs alone.
-    from opensora_sp.planner.batches import BatchSpec
+    from opensora_sp.data.buckets import BatchSpec
     from opensora_sp.planner.run_estimator import RunEstimator
     from opensora_sp.planner.sampling_memory import FREE_SHARE, placed
 

@@ -8,27 +8,28 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from opensora_sp.config import InferenceConfig, PromptOptions
+from opensora_sp.config import InferenceConfig, PromptOptions, build_component
+from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data import Limits
-from opensora_sp.data.limits import Budget
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
+from opensora_sp.diffusion.cached_steps import SamplingStep, sampling_steps
 from opensora_sp.encoders import (
     planned_decoded_frames,
     planned_latent_size,
     planned_whole_frames,
 )
+from opensora_sp.encoders.interface import frames_of
 
-from .prompts import Prompt, parse_prompt, prompt_of_loop
+from .prompts import Prompt, parse_prompt, prompt_of_loop, with_scores
 from .reference_frames import check_insertions
-from .scores import with_scores
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200
@@ -179,7 +180,7 @@ def _request(cfg: InferenceConfig, options: PromptOptions, index: int, sample: i
     _check_at_most(cfg.limits.clip_frames, cfg.loop * num_frames, "frames in all loops", "video")
 
     return Request(
-        prompt=with_scores(cfg, prompt),
+        prompt=replace(prompt, text=with_scores(cfg, prompt.text)),
         num_frames=num_frames,
         size=size,
         fps=either("fps"),
@@ -236,6 +237,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
 
     for request in requests:
         frames = latent_frames(cfg, request)
+        steps_of_video(cfg, request.shape)  # raises for an interval without steps
         starts = [0] if cfg.extra_files is None else first_frames(cfg, request, latent_size)
         for start in starts:
             extra_inputs(cfg, request, start)
@@ -258,6 +260,17 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
             _check_condition(cfg.cond_type, request.prompt)
             continue
         check_insertions(request.prompt.insertions, counts, frames=frames, loops=cfg.loop)
+
+
+def steps_of_video(cfg: InferenceConfig, shape: tuple[int, int, int]) -> list[SamplingStep]:
+    """The sampling steps of a video of so many frames and (height, width).
+
+    Raises:
+        ValueError: if the guidance interval holds no step.
+    """
+    process = build_component(cfg.scheduler, SCHEDULERS)
+    latent_frames, *_ = planned_latent_size(cfg.vae, *shape)
+    return sampling_steps(process, shape, latent_frames)
 
 
 def _check_even(cfg: InferenceConfig, request: Request) -> None:
@@ -332,8 +345,7 @@ def probe_reference(path: Path, limits: Limits) -> Probed:
             "check it"
         )
     try:
-        budget = Budget.of(limits.seconds, limits)
-        probed = budget.run(functools.partial(probe, path, budget))
+        probed = probe(path, limits)
         limits.check("frames", probed.num_frames, probed.height, probed.width)
         return probed
     except UNREADABLE as error:
@@ -341,17 +353,6 @@ def probe_reference(path: Path, limits: Limits) -> Probed:
             f"got reference {str(path)!r}, which cannot be decoded ({error or 'no frames'}); "
             "expected an image or a video; check the file"
         ) from None
-
-
-def frames_of(
-    latent_size: Callable[..., tuple[int, int, int]],
-    latent_frames: int,
-    num_frames: int,
-    size: tuple[int, int],
-) -> int:
-    """Most frames of a video, up to ``num_frames``, that ``latent_frames`` encode."""
-    counts = range(1, num_frames + 1)
-    return max((n for n in counts if latent_size(n, *size)[0] <= latent_frames), default=0)
 
 
 def first_frames(

@@ -1,20 +1,22 @@
-"""Fields of the page: their labels, the run's values, errors in their words, placed references."""
+"""Fields of the page, the job that they fill, errors in their words, placed references."""
 
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from opensora_sp.config import build_component
+from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.encoders import planned_latent_size, planned_whole_frames
 from opensora_sp.sampling.reference_frames import insert_references
-from opensora_sp.sampling.requests import probe_reference
-
-from .session import Work
+from opensora_sp.sampling.requests import Request, probe_reference
 
 # Config key -> label and example.
 FIELDS = {
@@ -27,6 +29,8 @@ FIELDS = {
     "fps": ("FPS", "e.g. 24"),
     "scheduler.num_sampling_steps": ("Steps", "e.g. 30"),
     "scheduler.cfg_scale": ("Guidance", "e.g. 7.0"),
+    "scheduler.guidance_interval": ("Guidance interval", "e.g. 0.1, 0.9"),
+    "scheduler.cache_threshold": ("Cache threshold", "e.g. 0.1"),
     "seed": ("Seed", "random"),
     "reference_path": ("References", ""),
     "mask_strategy": ("Frames that references set", ""),
@@ -43,6 +47,58 @@ PLACES = [
 ]
 
 
+@dataclass(frozen=True)
+class Work:
+    """A filled form: one request, with the config and the weights that ``preflight`` has checked.
+
+    Attributes:
+        versions: of the files of weights and adapters, which a training may replace.
+    """
+
+    cfg: InferenceConfig
+    request: Request
+    weights: Path
+    versions: str
+
+
+@dataclass(eq=False)
+class Job:
+    """One video to sample, and what has become of it.
+
+    Attributes:
+        values: see ``Queue.check``, which makes ``work`` of them.
+    """
+
+    values: Mapping[str, Any]
+    work: Work | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    state: Literal["waiting", "running", "done", "cancelled", "failed"] = "waiting"
+    steps: tuple[int, int] = (0, 0)  # done, of all
+    began: float = 0.0  # when the first step had been done, by time.monotonic()
+    preview: bytes = b""  # PNG
+    video: Path | None = None
+    error: str = ""
+    refused_field: str = ""  # its key
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("waiting", "running")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the steps that are left; None before two of them are done."""
+        done, total = self.steps
+        if done < 2:
+            return None
+        return (time.monotonic() - self.began) / (done - 1) * (total - done)
+
+    def cancel(self) -> None:
+        """At any time: while it is checked, waits or runs, or for nothing once it has ended."""
+        self.cancelled.set()
+        if self.state == "waiting":
+            self.state = "cancelled"
+
+
 def settings_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What the fields hold for a video with this metadata (see ``facts_of``)."""
     process: Any = build_component(facts["config"]["scheduler"], SCHEDULERS)
@@ -51,6 +107,9 @@ def settings_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     settings["resolution"] = "x".join(map(str, facts["image_size"]))
     settings["scheduler.num_sampling_steps"] = process.num_sampling_steps
     settings |= {"scheduler.cfg_scale": f"{process.cfg_scale:g}", "fps": f"{facts['fps']:g}"}
+    low, high = getattr(process, "guidance_interval", (0, 1))
+    settings["scheduler.guidance_interval"] = f"{low:g}, {high:g}"
+    settings["scheduler.cache_threshold"] = f"{getattr(process, 'cache_threshold', 0):g}"
     for key, setting in settings.items():
         settings[key] = "" if setting is None else str(setting)
     for key in LISTS:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from opensora_sp.checkpoint.adapters import parse_source
 from opensora_sp.checkpoint.paths import weight_files
@@ -20,46 +19,7 @@ from opensora_sp.sampling.requests import file_name, requests_of
 from opensora_sp.sampling.run import preflight, resolved_sources
 
 from .folders import SAMPLING, Folders
-from .form import FIELDS, LISTS, refused_field, worded
-from .session import Work
-
-
-@dataclass(eq=False)
-class Job:
-    """One video to sample, and what has become of it.
-
-    Attributes:
-        values: see ``Queue.check``, which makes ``work`` of them.
-    """
-
-    values: Mapping[str, Any]
-    work: Work | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    state: Literal["waiting", "running", "done", "cancelled", "failed"] = "waiting"
-    steps: tuple[int, int] = (0, 0)  # done, of all
-    began: float = 0.0  # when the first step had been done, by time.monotonic()
-    preview: bytes = b""  # PNG
-    video: Path | None = None
-    error: str = ""
-    refused_field: str = ""  # its key
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state not in ("waiting", "running")
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Of the steps that are left; None before two of them are done."""
-        done, total = self.steps
-        if done < 2:
-            return None
-        return (time.monotonic() - self.began) / (done - 1) * (total - done)
-
-    def cancel(self) -> None:
-        """At any time: while it is checked, waits or runs, or for nothing once it has ended."""
-        self.cancelled.set()
-        if self.state == "waiting":
-            self.state = "cancelled"
+from .form import FIELDS, LISTS, Job, Work, refused_field, worded
 
 
 def with_references(work: Work) -> Work:

@@ -17,8 +17,8 @@ from opensora_sp.sampling.outputs import facts_of
 
 from . import form, views
 from .folders import Folders, Result, short_names
-from .form import FIELDS
-from .jobs import Job, Queue
+from .form import FIELDS, Job
+from .jobs import Queue
 from .page_runs import QUIET, differences, runs_tab
 
 # Seconds between two looks at jobs, at the history, and at uploads, which are kept for so long.
@@ -53,7 +53,7 @@ def _fields(folders: Folders, queue: Queue, page: gr.Blocks) -> dict[str, Any]:
     files: dict[str, Any] = dict(file_count="multiple", file_types=["image", "video"], height=150)
     fields: dict[str, Any] = {"ckpt": _chooser("ckpt", _choices(folders.weights()))}
     with gr.Row():
-        for key in list(FIELDS)[1:10]:
+        for key in list(FIELDS)[1:12]:
             fields[key] = _text(key)
     with gr.Accordion("References and LoRA", open=False):
         fields["reference_path"] = gr.File(label="References", **files)
@@ -61,7 +61,7 @@ def _fields(folders: Folders, queue: Queue, page: gr.Blocks) -> dict[str, Any]:
         picture = gr.HTML(elem_id="frames")
         fields["lora"] = _chooser("lora", [], multiselect=True)
     # All texts but prompt and seed.
-    texts = list(FIELDS)[2:9]
+    texts = list(FIELDS)[2:11]
 
     def refresh(checkpoint: str | None) -> list[Any]:
         found, values = (folders.weights(), folders.adapters()), dict[str, Any]()

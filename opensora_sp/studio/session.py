@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,17 +16,17 @@ from PIL import Image
 from torch import Tensor
 
 from opensora_sp.checkpoint import on_rank_0
-from opensora_sp.config import InferenceConfig
 from opensora_sp.data import to_frames
 from opensora_sp.parallel import SequenceMesh, closing_process_group
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.outputs import with_digests, write_batch
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.process_groups import choose_groups
-from opensora_sp.sampling.requests import Request
 from opensora_sp.sampling.run import build_pipeline, verified_digest
+
+from .form import Work
 
 # Of a video, and the most pixels that they have on a side.
 PREVIEWS, PREVIEW_SIDE = 10, 320
@@ -38,20 +37,6 @@ LOADED |= {"compile", "sequence_parallel", "cost_model"}
 
 class RequestCancelledError(Exception):
     """A request was cancelled."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """One request, with the config and the weights that ``preflight`` has checked.
-
-    Attributes:
-        versions: of the files of weights and adapters, which a training may replace.
-    """
-
-    cfg: InferenceConfig
-    request: Request
-    weights: Path
-    versions: str
 
 
 def serve(pipe: Connection) -> None:

@@ -9,10 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
-from opensora_sp.training.validation import VIDEOS
+from opensora_sp.training.metrics import VIDEOS
 
 from .folders import video_of
-from .jobs import Job
+from .form import Job
 
 COLUMNS = 8  # validations whose videos are shown
 ENDED = 8  # jobs that have ended and are still shown

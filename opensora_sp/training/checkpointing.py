@@ -66,11 +66,9 @@ class TrainingState:
     """The tensors of a run.
 
     Args:
-        module: the bare model.
         fixed: its frozen parameters and buffers, as they were before the cast to the training's
             precision.
         shards: trainable weights and optimizer state.
-        ema: EMA weights.
         lora: of a run that trains adapters; then nothing is ``fixed``, since the weights that they
             are for are not saved.
     """
@@ -178,6 +176,7 @@ class Checkpoints:
             "format": FORMAT,
             "parameter_groups": shards.groups(),
             **values,
+            # Of fp16: a resumed run that began with the first scale again would skip steps.
             "loss_scale": shards.optimizer.loss_scale_state(),
         }
         files = {**tensors.json_files(), "state.json": to_json(state)}
@@ -334,6 +333,7 @@ def choose_checkpoint(run_dir: Path, checkpoint: Path | None, *, resume: str | N
         elif is_rank_0 and checkpoint is not None:
             verify(checkpoint)
 
+    # Rank 0 alone has read the files, and may have chosen an older checkpoint than each rank saw.
     dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
 
@@ -367,6 +367,7 @@ def _set_all_aside(run_dir: Path) -> None:
 
 def agree_on(checkpoint: Path | None) -> None:
     """Raise ValueError on every rank unless all of them see the same checkpoint. Collective."""
+    # With the digest of COMMIT: folders of one name on disks that are not shared may differ.
     local = (None, None) if checkpoint is None else (checkpoint.name, read_commit(checkpoint))
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, local)

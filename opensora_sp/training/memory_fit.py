@@ -28,13 +28,12 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.data import BatchPlan, BucketPlan
 from opensora_sp.data.buckets import Buckets, batch_sizes_of
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.kernels import current_kernels
+from opensora_sp.models.kernels.fused import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh
 from opensora_sp.parallel.rank_groups import group_sizes
-from opensora_sp.planner.batches import batches_by_name, with_batch_sizes_in
 from opensora_sp.planner.bucket_levels import BucketLevels, least_ranks, levels_for, plan_bucket
 from opensora_sp.planner.run_estimator import RunEstimator
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def provisional(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
-    """The config for checks before a process group exists: with recorded batch sizes, or one clip
-    to a batch.
-    """
+    """The config for checks before a process group: recorded batch sizes, or one clip each."""
     cfg = recorded(cfg, checkpoint)
     names = _left_out(cfg)
-    return with_batch_sizes_in(cfg, dict.fromkeys(names, 1)) if names else cfg
+    return cfg.with_batch_sizes(dict.fromkeys(names, 1)) if names else cfg
 
 
 def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
@@ -61,6 +58,8 @@ def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
     if checkpoint is None or not names:
         return cfg
 
+    # Not chosen anew: other sizes would be other micro-batches, and the run would not resume
+    # exactly.
     config: Mapping[str, Any] = read_json(checkpoint / "state.json").get("config", {})
     known = batch_sizes_of(config.get("bucket_config") or {})
     unknown = [name for name in names if name not in known]
@@ -70,7 +69,7 @@ def recorded(cfg: TrainConfig, checkpoint: Path | None) -> TrainConfig:
             "lacks as well; expected the buckets of the run that is resumed; change them back, or "
             f"start a new run from these weights with --cfg-options load={checkpoint}"
         )
-    return with_batch_sizes_in(cfg, {name: known[name] for name in names})
+    return cfg.with_batch_sizes({name: known[name] for name in names})
 
 
 def with_chosen_batch_sizes(
@@ -106,7 +105,7 @@ def with_chosen_batch_sizes(
             chosen = [_fitted_sizes(cfg, mesh, memory, device, names)]
     dist.broadcast_object_list(chosen, src=0)
 
-    return with_batch_sizes_in(cfg, chosen[0])
+    return cfg.with_batch_sizes(chosen[0])
 
 
 def _left_out(cfg: TrainConfig) -> list[str]:
@@ -154,7 +153,6 @@ class ActivationBudget:
     epoch decides nothing.
 
     Args:
-        module: the bare model.
         device: whose memory is shared by a training step and ``reserved`` bytes of encoders.
         buckets: names of the buckets with clips in some epoch; None for all.
         options: of sequence parallelism, as the model runs with them.
@@ -178,7 +176,7 @@ class ActivationBudget:
             return
 
         self._run = estimator_of(cfg, mesh, device, reserved, options)
-        names = [name for name in batches_by_name(cfg) if buckets is None or name in buckets]
+        names = [name for name in cfg.batches() if buckets is None or name in buckets]
         self._planned = self._plan(names)
 
     def set_levels_for(self, latents: torch.Size) -> None:
@@ -201,6 +199,7 @@ class ActivationBudget:
     def _plan(self, names: Sequence[str]) -> list[BucketLevels]:
         """Plan the batches of these buckets, each on one rank. Collective."""
         mesh = self.mesh
+        # A rank may have no bucket to plan, and gathers all the same.
         by_rank: list[list[BucketLevels]] = [[] for _ in range(mesh.world_size)]
         for name in names[mesh.rank :: mesh.world_size]:
             # Tracing takes seconds for each bucket, so ranks share the buckets.
@@ -240,14 +239,13 @@ def estimator_of(
     reserved: int,
     options: Options | None,
 ) -> RunEstimator:
-    """The planner's estimates for a model as it runs, on the smallest device without ``reserved``
-    bytes of encoders. Collective.
-    """
+    """The planner's estimates on the smallest device, less ``reserved`` bytes. Collective."""
     memory = free_memory(device, reserved)
     run = RunEstimator(
         cfg, mesh.world_size, memory, device=device.type, gpus_per_node=mesh.ranks_per_node
     )
     if options is not None:
+        # As the boosted model runs: without options that this device or model cannot use.
         run.options = options
     if device.type == "cuda":
         # Kernels that all ranks have verified: one that failed runs in plain torch, which keeps
@@ -258,7 +256,10 @@ def estimator_of(
 
 def free_memory(device: torch.device, reserved: int) -> float:
     """Bytes of the smallest device without ``reserved`` ones. Collective."""
-    return _smallest(memory_of(device) - reserved, device)
+    # The least over all ranks, which have to choose alike.
+    least = torch.tensor(memory_of(device) - reserved, dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least)
 
 
 def memory_of(device: torch.device) -> float:
@@ -268,13 +269,6 @@ def memory_of(device: torch.device) -> float:
     # Ranks without a launcher may be on any host.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return float(psutil.virtual_memory().total / ranks)
-
-
-def _smallest(memory: float, device: torch.device) -> float:
-    """The least over all ranks, which have to choose alike."""
-    least = torch.tensor(memory, dtype=torch.float64, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return float(least)
 
 
 # The ranks that batches fit on
@@ -293,7 +287,7 @@ def fewest_ranks(
     """
     least: dict[str, int] = {}
     lacking: list[str] = []
-    for name, batch in batches_by_name(cfg).items():
+    for name, batch in cfg.batches().items():
         if buckets is not None and name not in buckets:
             continue
         sizes = degrees_of_bucket(cfg, mesh, name)
@@ -302,6 +296,7 @@ def fewest_ranks(
             plural = "s" * (max(sizes) > 1)
             lacking.append(f"{name} ({batch.batch_size} clips on {max(sizes)} rank{plural})")
         else:
+            # Without buckets all micro-batches have one shape, whose name nobody asks for.
             least[name if cfg.bucket_config is not None else ""] = ranks
 
     # All buckets at once, so that one start shows everything to change.

@@ -26,7 +26,8 @@ from opensora_sp.config import TrainConfig
 from .trackers import TensorBoardTracker, Tracker, WandbTracker, wants_tensorboard
 
 logger = logging.getLogger(__name__)
-RANKS = "ranks.jsonl"  # in a run's folder: what differs between ranks, by rank
+# In a run's folder: what differs between ranks, by rank, and the videos of each validation.
+RANKS, VIDEOS = "ranks.jsonl", "validation"
 MAX_LOG_BYTES = 512 << 20  # of metrics.jsonl and its like
 # Fraction of the run that the running mean in loss.png covers.
 WINDOW = 0.1
@@ -174,6 +175,7 @@ class Reporter:
                 curves[f"validation/loss of bin {number} of {len(losses)}"] = loss
             self._draw(step, curves)
 
+        # Read from the folder: each replica has written some of the videos.
         for described in sorted(folder.glob("*.json")):
             facts = read_json(described)
             file = described.with_suffix("." + facts["format"])
@@ -207,6 +209,7 @@ def drop_after(step: int, path: Path) -> None:
     if path.is_file():
         kept = [line for line in read_lines(path) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
+        # Replaced as a whole: a process that is killed meanwhile leaves the file as it was.
         FileSystem().write_file(path, text.encode())
 
 

@@ -13,6 +13,7 @@ from opensora_sp.checkpoint import check_model_config, fitted
 from opensora_sp.checkpoint.paths import had_checkpoints
 from opensora_sp.common.files import check_writable, read_json
 from opensora_sp.config import TrainConfig, check_launch
+from opensora_sp.config.sections import Lora
 from opensora_sp.data import BatchPlan, CachedFeatures
 from opensora_sp.encoders import check_packages
 from opensora_sp.evaluation.heldout import heldout_clips
@@ -33,7 +34,13 @@ from .checkpointing import find_checkpoint
 from .memory_fit import provisional, recorded
 from .profiling import Steps
 from .trackers import check_trackers
-from .trainable import check_optimizer, check_same_state, check_trained, initial_weights
+from .trainable import (
+    check_optimizer,
+    check_same_state,
+    check_start,
+    check_trained,
+    initial_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +110,8 @@ def preflight(
     # A resumed run has its weights in the checkpoint, but adapters need their base.
     if cfg.load is not None and (checkpoint is None or cfg.lora is not None):
         check_initial_weights(cfg)
+    if cfg.lora is not None and checkpoint is None:
+        check_start(cfg, cfg.lora)
     if traced is not None:
         traced.check(state.get("step", 0), cfg.max_steps)
     return dataset, checkpoint
@@ -112,6 +121,8 @@ def compared_clips(cfg: TrainConfig, dataset: TrainingSet) -> dict[str, str]:
     """Digests of the clips, by the name of what they summarize, which all ranks must have alike."""
     clips = by_name(dataset.fingerprint)
     if isinstance(dataset, CachedFeatures):
+        # The captions' lengths and clips of a cache come from its index, which hosts may have
+        # copied.
         clips["index of dataset.path"] = dataset.index_digest
     heldout = heldout_clips(cfg)
     if heldout is not None:
@@ -125,6 +136,7 @@ def check_resume(
     """Raise ValueError if resuming would change data order or draws; warn of another loss."""
     cfg, state, plan = _resumed(cfg, checkpoint, dataset)
     if state["loss_weight"] != cfg.loss_weight:
+        # No error: data and draws stay the same, and some change it on purpose.
         message = "loss_weight is %r, and was %r up to %s: the mean that is trained on changes"
         logger.warning(message, cfg.loss_weight, state["loss_weight"], checkpoint)
 
@@ -164,7 +176,13 @@ def _resumed(
 
 def _check_same_lora(cfg: TrainConfig, saved: dict[str, Any] | None, checkpoint: Path) -> None:
     """Raise ValueError unless a checkpoint has the adapters of the config."""
-    ours = None if cfg.lora is None else cfg.lora.model_dump(mode="json")
+
+    def compared(lora: Lora | None) -> dict[str, Any] | None:
+        # Where a run's first adapters come from does not matter any more.
+        return None if lora is None else lora.model_dump(mode="json", exclude={"load"})
+
+    # Checkpoints from before a key was added have its default.
+    ours, saved = compared(cfg.lora), compared(None if saved is None else Lora(**saved))
     if ours != saved:
         raise ValueError(
             f"got lora = {ours} to resume from {checkpoint}, which was written with lora = "

@@ -17,7 +17,7 @@ from opensora_sp.common.importing import check_colossalai
 from opensora_sp.config import TrainConfig, dump_config
 from opensora_sp.features.same_clips import agree_on_clips
 from opensora_sp.parallel import closing_process_group, drain_process_group
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rank_info import RANKS_OF_HOST, UNSET
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks
 from opensora_sp.runtime.run_lock import RunLock
@@ -50,7 +50,6 @@ def train(
     """Train as the config describes; returns the run's folder.
 
     Args:
-        cfg: a checked config.
         resume: None starts a new run, "auto" resumes from the newest good checkpoint in
             ``cfg.outputs`` if there ever was one, a path from that checkpoint. "none" starts a new
             run in a folder whose checkpoints cannot be resumed.
@@ -86,11 +85,15 @@ def train(
         run.enter_context(closing_process_group())
         limits = {name: getattr(cfg, name) for name in TIME_LIMITS}
         watch = run.enter_context(Watchdog(store, **limits))
+        # After the watchdog has started: a rank that never joins the group is reported by it.
         launch(cfg.seed, store, timeout=backend_timeout(cfg.collective_timeout))
         run.enter_context(_locked(run_dir, cfg.collective_timeout / 2))
         _open_run_dir(cfg, run_dir)
+        # Each host reads its own manifest; other clips under the same numbers would train without
+        # an error.
         agree_on_clips(compared_clips(cfg, dataset))
         checked, checkpoint = checkpoint, choose_checkpoint(run_dir, checkpoint, resume=resume)
+        # Checks so far were of the checkpoint that looked good without reading all of it.
         if checkpoint is not None and checkpoint != checked:
             check_resume(cfg, checkpoint, dataset, accept_new_data=accept_new_data)
         idle = nothing_left(cfg, checkpoint, dataset)
@@ -99,10 +102,12 @@ def train(
             return run_dir
 
         trainer = Trainer(cfg, dataset, checkpoint, current_device())
+        # A save in the background is finished even if training fails: it is a good checkpoint.
         with closing(trainer.checkpoints):
             finished = trainer.train(run_dir, traced, watch)
 
         interrupted = not finished and watch.is_interrupted
+        # Its tensors and groups have to go before the process group does.
         del trainer
         drain_process_group()
 

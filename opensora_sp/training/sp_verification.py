@@ -21,7 +21,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100
 from opensora_sp.parallel.parity import Verdict, verify_step
 from opensora_sp.parallel.strategies import Strategy, strategy_for
-from opensora_sp.runtime.cost_model_file import cost_model_of
+from opensora_sp.runtime.cost_models import cost_model_of
 
 LatentShape = tuple[int, int, int, int]  # samples, and frames, height and width of their latents
 
@@ -128,7 +128,7 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
         with torch.device("meta"):
             # The small model may lack blocks that the config names.
             targets = targets_of_any_block(spec.build(), cfg.lora.targets)
-        add_lora(model, rank=cfg.lora.rank, alpha=cfg.lora.alpha, targets=targets)
+        add_lora(model, **{**cfg.lora.layer_options, "targets": targets})
         fill_zero_parameters(model, std=0.02)
     # "auto" may recompute as much.
     model.set_grad_checkpoint(True if cfg.grad_checkpoint == "auto" else cfg.grad_checkpoint)
@@ -157,6 +157,7 @@ def small_batch(model: Any, latents: LatentShape, num_frames: int | None = None)
         return torch.randn(*size, generator=generator, dtype=double)
 
     length = min(config.model_max_length, 16)
+    # Lengths differ, so that a rank that reads another sample's caption shows.
     text_lengths = torch.arange(length, length - num_samples, -1)
     inputs = dict(
         x=normal(num_samples, config.in_channels, frames, height, width),

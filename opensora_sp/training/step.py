@@ -19,7 +19,6 @@ from torch.profiler import record_function
 
 from opensora_sp.common.tensors import ToHost
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data.loader import LoadedBatch, StepBatches
 from opensora_sp.diffusion import rank_loss, samples_of_mean
 from opensora_sp.features.batch import Batch, BatchMaker, DrawConfig
@@ -29,6 +28,7 @@ from opensora_sp.runtime.watchdog import Watchdog
 from .checkpointing import TrainingState
 from .memory_fit import ActivationBudget
 from .sync_check import SyncCheck
+from .trainable import DropoutDraws, learning_rate
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class PendingResult:
 
     def __init__(self, step: int, *, loss: Tensor, taken: Tensor, stop: Tensor) -> None:
         self.step = step
+        # One copy for all three, since each is an operation that the host queues.
         self._numbers = ToHost(torch.stack([loss, taken.to(loss), stop]))
 
     def read(self) -> StepResult:
@@ -108,6 +109,7 @@ class TrainingStep:
     activations: ActivationBudget
     count_work: Callable[[Batch], None]
     sync_check: SyncCheck
+    dropout: DropoutDraws
 
     def run(self, step: int, batches: StepBatches, watch: Watchdog | None = None) -> PendingResult:
         """Queue step number ``step``, counted from 0. Collective.
@@ -121,7 +123,7 @@ class TrainingStep:
         loss = torch.zeros((), device=self.batch_maker.device)
         for loaded in batches.loaded:
             group = loaded.group or mesh.group
-            with mesh.using(group):
+            with mesh.using(group), self.dropout.dropped(loaded.micro_batch.number):
                 loss += self._forward_backward(step, loaded, sizes)
         return self._update(step, loss, watch)
 

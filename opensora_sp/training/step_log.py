@@ -1,7 +1,4 @@
-"""Metrics of the intervals between two lines of the log.
-
-Legend: B samples.
-"""
+"""Metrics of the intervals between two lines of the log."""
 
 from __future__ import annotations
 
@@ -21,19 +18,19 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import MicroBatch, StepLoader
 from opensora_sp.features.batch import Batch
 from opensora_sp.features.build import Work
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import CommTimer, SequenceMesh
-from opensora_sp.parallel.gpus import SHEETS, gpu_of
 from opensora_sp.planner.seconds import ModelFlops
+from opensora_sp.runtime.cost_models import SHEETS, gpu_of
 
 from .checkpointing import RESUME
 from .metrics import Reporter
 from .step import StepResult
+from .trainable import learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +63,7 @@ class Meter:
         self._step_times: list[float] = []
 
     def count(self, batch: Batch) -> None:
-        """Add this rank's share of the FLOPs of a micro-batch of the current group, without waiting
-        for the device.
-        """
+        """Add this rank's FLOPs of a micro-batch, without waiting for the device."""
         text = text_tokens(batch.text_lengths, batch.inputs["drop_caption"], self.null_caption)
         self._work += self.flops.step(tuple(batch.x_t.shape), text) / self.mesh.sp_size
 
@@ -91,6 +86,8 @@ class Meter:
         shares = [waited / seconds, communicated / seconds]
         numbers = [self._work, *shares, peak_memory(self.device)]
         local = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
+        # Gathered rather than reduced: metrics need sums, means and maxima, and ranks.jsonl each
+        # number.
         ranks = [torch.empty_like(local) for _ in range(world_size)]
         dist.all_gather(ranks, local)
         work, data_wait, communication, memory = torch.stack(ranks, dim=1).tolist()
@@ -207,6 +204,8 @@ class StepLog:
         if self.meter.mesh.rank == 0:
             message = "step %d skipped: the loss (%g) or a gradient is not finite"
             logger.warning(message, result.step, result.loss)
+        # A single one is normal with fp16, and a damaged clip passes; weights that diverged do not
+        # recover.
         if self.skipped_in_a_row >= self.cfg.max_bad_steps:
             raise ValueError(
                 f"got no finite loss and gradient in {self.skipped_in_a_row} steps in a row, up to "

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import find_weights, newest_checkpoint
 from opensora_sp.config import InferenceConfig, TrainConfig, dump_config
 from opensora_sp.config.common import Common
-from opensora_sp.config.learning_rate import describe_schedule
 from opensora_sp.config.sections import Validation
 from opensora_sp.data import BatchPlan, Manifest
 from opensora_sp.features.build import TrainingSet
@@ -30,6 +29,7 @@ from opensora_sp.parallel.rank_groups import group_sizes
 
 from .checkpointing import TrainingState
 from .metrics import read_validations
+from .trainable import describe_schedule
 
 logger = logging.getLogger(__name__)
 # In a run's folder: a config to sample from it.
@@ -82,7 +82,7 @@ def log_setup(run: RunSetup, run_dir: Path, start: int) -> None:
     if lora is not None:
         trained = sum(p.numel() for p in run.tensors.shards.working.values())
         message = "LoRA of rank %d in %d layers: %.1f M trained parameters, on the weights of %s"
-        logger.info(message, lora.rank, len(lora.layers), trained / 1e6, lora.base.name)
+        logger.info(message, lora.settings.rank, len(lora.layers), trained / 1e6, lora.base.name)
 
     for line in [*describe_schedule(cfg), *plan.describe(start)]:
         logger.info("%s", line)

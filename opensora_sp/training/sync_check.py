@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_sp.checkpoint import NamedShards
+from opensora_sp.models.quantized import stored_tensors
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import RankGroup
 
@@ -104,7 +105,12 @@ class SyncCheck:
 
     def _replicated(self) -> dict[str, Tensor]:
         """The tensors that every rank has whole."""
-        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        whole = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        replicated = {}
+        for name, tensor in whole.items():
+            for suffix, stored in stored_tensors(tensor).items():
+                replicated[f"{name}{suffix}"] = stored
+        return replicated
 
     def _unlike_masters(self) -> dict[str, Tensor]:
         """By trained weight, whether this rank's part differs from its master weight, ``[]``."""
@@ -112,6 +118,7 @@ class SyncCheck:
         if self.shards is None:
             return differs
         for name, master in self.shards.master_weights.items():
+            # ZeRO cuts a padded weight into equal parts by rank.
             begin = self.mesh.rank * master.numel()
             part = self.shards.working[name].detach().reshape(-1)[begin : begin + master.numel()]
             # The last parts may be padded.
@@ -122,6 +129,8 @@ class SyncCheck:
     def _gathered(self, numbers: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """Each of the numbers ``[]`` on all ranks, by rank. Collective."""
         device = next(self.module.parameters()).device
+        # One collective for all tensors: a check of hundreds of small ones would wait for the
+        # network.
         local = torch.stack([number.to(device, torch.int64) for number in numbers])
         everywhere = local.new_empty(self.mesh.world_size * local.numel())
         dist.all_gather_into_tensor(everywhere, local)
@@ -143,6 +152,7 @@ class SyncCheck:
                 if len(set(tensors)) > 1:
                     name, numbers = tensors[0][0], [number for _, number in tensors]
                     raise _difference("batch tensor", name, numbers, group.ranks, step)
+            # Idle groups have no batch, and would all be alike.
             if in_group[0]:
                 starts.setdefault(tuple(in_group[0]), []).append(group.start)
 
@@ -159,6 +169,7 @@ def _difference(
     kind: str, name: str, digests: Sequence[int], ranks: Sequence[int], step: int
 ) -> ValueError:
     """The error for a tensor whose digests differ between ``ranks``."""
+    # The majority is taken as right, so that the error names the device to look at.
     usual = max(digests, key=digests.count)
     alike = [rank for rank, number in zip(ranks, digests, strict=True) if number == usual]
     unlike = sorted(set(ranks).difference(alike))

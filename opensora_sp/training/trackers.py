@@ -91,6 +91,7 @@ class WandbTracker:
             resume="allow",
             config=hyperparameters,
         )
+        # W&B's own step must grow, but a resumed run repeats steps.
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:

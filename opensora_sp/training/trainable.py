@@ -6,41 +6,55 @@ they are for at every start, also where a run resumes, and has to name the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_sp.checkpoint import (
+    Adapters,
     Weights,
+    check_adapters,
     fitted,
     load_model,
     on_rank_0,
     open_adapters,
     open_weights,
 )
-from opensora_sp.checkpoint.adapters import Base, adapter_files, base_digest
+from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, base_digest
+from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import ema_decay
 from opensora_sp.config.optimizer_options import Optimizer
+from opensora_sp.config.sections import Lora
+from opensora_sp.data.randomness import generator
 from opensora_sp.models.base import ConditionedModel
-from opensora_sp.models.lora import add_lora, base_names, lora_layers
+from opensora_sp.models.feature_dropout import FeatureDropout
+from opensora_sp.models.lora import add_lora, target_layers
 from opensora_sp.models.name_patterns import chosen, matches
+from opensora_sp.models.quantized import quantize_blocks
+
+logger = logging.getLogger(__name__)
 
 
 def choose_trained(model: nn.Module, cfg: TrainConfig) -> None:
-    """Freeze what a config does not train, and add its adapters.
+    """Freeze what a config does not train, quantise what it quantises, and add its adapters.
 
     Raises:
-        ValueError: as ``freeze`` and ``add_lora`` do.
+        ValueError: as ``freeze``, ``quantize_blocks`` and ``add_lora`` do.
     """
     freeze(model, cfg.freeze)
     if cfg.lora is not None:
-        add_lora(model, **dict(cfg.lora))
+        if cfg.lora.quantize is not None:
+            quantize_blocks(model)
+        add_lora(model, **cfg.lora.layer_options)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -69,7 +83,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_trained(cfg: TrainConfig) -> None:
-    """Raise what ``choose_trained`` would raise, without allocating the model."""
+    """Raise ValueError as ``choose_trained`` would, without allocating the model."""
     if cfg.freeze or cfg.lora is not None:
         with torch.device("meta"):
             choose_trained(cfg.model_spec.build(), cfg)
@@ -94,38 +108,102 @@ class LoraRun:
     """
 
     layers: list[str]
-    rank: int
-    alpha: float
+    settings: Lora
     base: Base
 
     def files(self) -> dict[str, bytes]:
         """The JSON files next to the adapters, by name."""
-        return adapter_files(self.layers, rank=self.rank, alpha=self.alpha, base=self.base)
+        kind, dropout = kind_of(self.settings), self.settings.dropout
+        return adapter_files(self.layers, kind, self.base, dropout=dropout)
 
 
-def load_base(cfg: TrainConfig, weights: Weights, module: ConditionedModel) -> LoraRun:
-    """Copy the weights of ``load`` into a boosted model with adapters. Collective.
+def kind_of(lora: Lora) -> AdapterKind:
+    """Rank and scale of the adapters of a config."""
+    return AdapterKind(lora.rank, lora.alpha, lora.use_rslora, lora.use_dora)
 
-    Args:
-        weights: as they were opened.
-        module: the bare model with its adapters.
-    """
+
+def load_base(cfg: TrainConfig, module: ConditionedModel) -> LoraRun:
+    """Copy the weights of ``load`` into the bare model, to which adapters are added. Collective."""
     assert cfg.lora is not None and cfg.load is not None
-    with torch.device("meta"):
-        bare = cfg.model_spec.build()
-    weights = fitted(weights, bare, convert=cfg.convert)
-
-    layers = list(lora_layers(module))
+    weights = fitted(initial_weights(cfg), module, convert=cfg.convert)
+    layers = target_layers(module, cfg.lora.targets)
     sha256 = [""]
     with on_rank_0("reading the weights of load") as is_rank_0:
         if is_rank_0:
+            # By one rank: all would read the whole file.
             sha256 = [base_digest(weights, layers)]
     dist.broadcast_object_list(sha256, src=0)
 
-    # In a model with adapters, adapted layers have other names.
-    renamed = base_names(module.state_dict())
-    load_model(weights.renamed(renamed), module, None)
-    return LoraRun(layers, cfg.lora.rank, cfg.lora.alpha, Base(cfg.load, sha256[0]))
+    load_model(weights, module, None)
+    return LoraRun(layers, cfg.lora, Base(cfg.load, sha256[0]))
+
+
+def start_of(lora: Lora) -> list[Adapters]:
+    """The adapters of ``lora.load``, of a run not the EMA; none where new ones are trained."""
+    return [] if lora.load is None else [open_adapters(lora.load, ema=False)]
+
+
+def check_start(cfg: TrainConfig, lora: Lora) -> None:
+    """Raise ValueError unless ``lora.load``, if set, are adapters as the config describes them."""
+    for adapters in start_of(lora):
+        with torch.device("meta"):
+            bare = cfg.model_spec.build()
+        check_adapters(adapters, bare)
+        expected, layers = kind_of(lora), target_layers(bare, lora.targets)
+        differing = set(adapters.layers).symmetric_difference(layers)
+        if adapters.kind != expected or differing or adapters.scale != 1:
+            where = f"for {sorted(differing)[0]!r} in one of them alone, " if differing else ""
+            raise ValueError(
+                f"got lora.load {lora.load!r}, whose {len(adapters.layers)} adapters have "
+                f"{adapters.kind} and scale {adapters.scale:g}; expected {where}{len(layers)} "
+                f"layers of lora.targets, {expected} and scale 1; set rank, alpha, targets, "
+                "use_rslora and use_dora as in their adapter_config.json"
+            )
+
+
+@torch.no_grad()
+def load_start(run: LoraRun, module: nn.Module) -> None:
+    """Copy the checked adapters of ``lora.load``, if set, into a model that has new ones."""
+    parameters = dict(module.named_parameters())
+    for adapters in start_of(run.settings):
+        theirs = adapters.base
+        if theirs is not None and theirs.sha256 != run.base.sha256:
+            message = "lora.load %s was trained on other weights (%s) of this model than %s"
+            logger.warning(message, adapters.path, theirs.name, run.base.name)
+        for name, stored in adapters.weights.tensors.items():
+            parameters[name].copy_(stored.read())
+
+
+class DropoutDraws:
+    """Draws of the adapters' dropout, which depend on the seed and the micro-batch alone."""
+
+    def __init__(self, module: nn.Module, seed: int) -> None:
+        self.seed = seed
+        modules = module.modules()
+        self.layers = [module for module in modules if isinstance(module, FeatureDropout)]
+        self.weight = next(p for p in module.parameters() if p.requires_grad)
+
+    @contextmanager
+    def dropped(self, micro_batch: int) -> Iterator[None]:
+        """Drop features in forward and backward of a micro-batch, not in validation after it."""
+        self.draw(micro_batch)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.kept = None
+
+    def draw(self, micro_batch: int) -> None:
+        """Set the features that the micro-batch of this number keeps."""
+        if not self.layers:
+            return
+        sizes, rate = [layer.features for layer in self.layers], self.layers[0].rate
+        draws = generator(self.seed, "lora_dropout", micro_batch)
+        drawn = torch.from_numpy(draws.random(sum(sizes), dtype=np.float32))
+        # One transfer and few kernels for all layers.
+        kept = to_device(drawn, self.weight.device).ge(rate).to(self.weight.dtype) / (1 - rate)
+        for layer, part in zip(self.layers, kept.split(sizes), strict=True):
+            layer.kept = part
 
 
 def check_base(run: LoraRun, checkpoint: Path) -> None:
@@ -189,6 +267,49 @@ def check_same_state(cfg: TrainConfig, saved: dict[str, Any], checkpoint: Path) 
         )
 
 
+# Learning rate and EMA decay: functions of the step alone, so that resuming needs no state
+
+
+def learning_rate(cfg: TrainConfig, step: int) -> float:
+    """Learning rate of a step, counted from 0: linear warm-up, then ``cfg.lr_schedule``.
+
+    Warm-up reaches ``optimizer.lr`` after ``warmup_steps``, as Open-Sora's does. Linear and cosine
+    decay then go down to zero at ``max_steps``.
+    """
+    warm = min(1.0, (step + 1) / (cfg.warmup_steps + 1))
+    if cfg.lr_schedule == "constant":
+        return cfg.optimizer.lr * warm
+    progress = max(0, step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    if cfg.lr_schedule == "linear":
+        return cfg.optimizer.lr * warm * (1 - progress)
+    return cfg.optimizer.lr * warm * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def ema_decay(decay: float, step: int, *, warmup: bool) -> float:
+    """EMA decay of a step, counted from 0; see ``ema_warmup`` in ``TrainConfig``."""
+    return min(decay, (1 + step) / (10 + step)) if warmup else decay
+
+
+def describe_schedule(cfg: TrainConfig) -> list[str]:
+    """Optimizer, learning rate and EMA weights, for the log and the plan."""
+    optimizer, rate = cfg.optimizer, f"{cfg.optimizer.lr:.3g}"
+    moments = ", ".join(optimizer.moments) or "no moments"
+
+    end = f"step {cfg.max_steps}" if cfg.max_steps else f"the end of epoch {cfg.epochs}"
+    if cfg.lr_schedule == "constant":
+        after = f"constant at {rate}"
+    else:
+        after = f"{cfg.lr_schedule} decay from {rate} to 0 at {end}"
+    warmup = f"{cfg.warmup_steps} steps of warm-up, then " if cfg.warmup_steps else ""
+
+    growing = f" (growing from {ema_decay(cfg.ema_decay, 0, warmup=True):.3g})"
+    return [
+        f"optimizer: {optimizer.type} ({moments}), weight decay {optimizer.weight_decay:g}",
+        f"learning rate: {warmup}{after}",
+        f"EMA weights: decay {cfg.ema_decay:g}{growing if cfg.ema_warmup else ''}",
+    ]
+
+
 # EMA weights
 
 
@@ -217,6 +338,8 @@ class ShardedEma:
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
         for name, shard in master_weights.items():
+            # By the buffer, since an average for each of hundreds of shards would be as many
+            # kernels.
             buffer = shard if shard._base is None else shard._base
             if id(buffer) not in self._buffers:
                 self._buffers[id(buffer)] = buffer, buffer.detach().clone()
@@ -233,6 +356,8 @@ class ShardedEma:
             taken: whether the step was taken, a boolean ``[]`` on the device of the weights. A step
                 that was skipped leaves the average as it is. The host does not wait for it.
         """
+        # A factor of 0 in place of a branch: whether the step was taken is known on the device
+        # alone.
         weight = (1 - ema_decay(self.decay, step, warmup=self.warmup)) * taken
         for buffer, average in self._buffers.values():
             average.lerp_(buffer, weight.to(average.dtype))

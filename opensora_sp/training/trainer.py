@@ -13,7 +13,6 @@ import torch.distributed as dist
 from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.config.learning_rate import learning_rate
 from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
 from opensora_sp.data.sampler import RankBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels
@@ -50,20 +49,18 @@ from .metrics import Reporter
 from .profiling import StepProfiler, Steps
 from .step import DelayedResults, TrainingStep
 from .step_log import Meter, StepLog, known_peak
-from .summary import (
-    RunSetup,
-    conclude,
-    log_setup,
-    write_sampling_config,
-    write_summary,
-)
+from .summary import RunSetup, conclude, log_setup, write_sampling_config, write_summary
 from .sync_check import SyncCheck
 from .trainable import (
+    DropoutDraws,
+    LoraRun,
     ShardedEma,
     check_base,
     choose_trained,
     initial_weights,
+    learning_rate,
     load_base,
+    load_start,
     make_optimizer,
 )
 
@@ -93,7 +90,7 @@ class Trainer:
         self.reserved = _allocated(device)
         cfg = with_chosen_batch_sizes(cfg, checkpoint, self.mesh, device, reserved=self.reserved)
 
-        self._build_boosted_model(cfg)
+        self._build_boosted_model(cfg, checkpoint)
         state = self._restore(cfg, checkpoint)
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
@@ -171,6 +168,7 @@ class Trainer:
             stopped = results.asked_to_stop and done < cfg.max_steps
 
             if saves or logs or stopped:
+                # Also with a checkpoint, so that a resumed run continues its curves from there.
                 log.write(reporter, done)
             reporter.step(done)
             if saves or stopped:
@@ -210,19 +208,25 @@ class Trainer:
 
     # Building
 
-    def _build_model(self, cfg: TrainConfig) -> ConditionedModel:
+    def _build_model(self, cfg: TrainConfig, checkpoint: Path | None) -> ConditionedModel:
         """The bare model with random weights, frozen and adapted as configured."""
         # Each rank draws the same initial weights.
         torch.manual_seed(cfg.seed)
         model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
 
+        self._lora: LoraRun | None = None
+        if cfg.lora is not None:
+            # Before the adapters: DoRA begins at the norms of these weights.
+            self._lora = load_base(cfg, model)
         choose_trained(model, cfg)
+        if self._lora is not None and checkpoint is None:
+            load_start(self._lora, model)
         return model
 
-    def _build_boosted_model(self, cfg: TrainConfig) -> None:
+    def _build_boosted_model(self, cfg: TrainConfig, checkpoint: Path | None) -> None:
         """Build ``module`` with its kernels, ``model`` and ``optimizer``."""
-        self.module = self._build_model(cfg)
+        self.module = self._build_model(cfg, checkpoint)
         dtype = DTYPES[cfg.precision]
         # Kernels are verified on this device before the model is cast and wrapped.
         choose_kernels(cfg.kernels, self.module, dtype=dtype, device=self.device)
@@ -238,10 +242,8 @@ class Trainer:
 
     def _restore(self, cfg: TrainConfig, checkpoint: Path | None) -> dict[str, Any]:
         """Load weights, EMA weights and optimizer state; returns what ``state.json`` holds."""
-        shards, lora = NamedShards(self.module, self.optimizer), None
-        if cfg.lora is not None:
-            lora = load_base(cfg, initial_weights(cfg), self.module)
-        elif cfg.load is not None and checkpoint is None:
+        shards, lora = NamedShards(self.module, self.optimizer), self._lora
+        if lora is None and cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
             weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
             load_model(weights, self.module, shards, self._fixed)
@@ -319,6 +321,7 @@ class Trainer:
             ActivationBudget(cfg, module, mesh, device, self.reserved, buckets, self.options),
             meter.count,
             SyncCheck(module, mesh, cfg.check_sync_every, self.tensors.shards),
+            DropoutDraws(module, cfg.seed),
         )
 
         self.validator = None
@@ -337,13 +340,7 @@ class Trainer:
         )
 
         self.log = StepLog(
-            cfg,
-            meter,
-            self.work,
-            self.loader,
-            self.corrupt,
-            self.optimizer,
-            self.skipped,
+            cfg, meter, self.work, self.loader, self.corrupt, self.optimizer, self.skipped
         )
         self.setup = RunSetup(cfg, mesh, self.tensors, self.dataset, self.plan)
 

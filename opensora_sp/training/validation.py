@@ -4,8 +4,6 @@ Both are computed by the ranks of a sequence-parallel group together, from the E
 weights: by the groups of training, or with ``sp_size="auto"`` by the largest ones that lie within a
 node. All draws are keyed by the seed and their purpose, so training is the same
 with and without validation.
-
-Legend: K bins of timesteps.
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import batches_of, check_requests, requests_of
 
 from .checkpointing import TrainingState
-from .metrics import Reporter
+from .metrics import VIDEOS, Reporter
 from .summary import sampling_config
 from .trainable import ShardedEma
-
-# In a run's folder: the videos of each validation.
-VIDEOS = "validation"
 
 
 def preflight_validation(cfg: TrainConfig) -> None:
@@ -58,7 +53,6 @@ class Validator:
     """The validation of one run, whose config asks for it.
 
     Args:
-        model: the boosted model.
         tensors: of the run, with the bare model and its EMA weights.
         encoders: of videos and captions, also where training reads a feature cache.
         batches: adds noise to held-out clips.
@@ -97,6 +91,7 @@ class Validator:
         folder = run_dir / VIDEOS / checkpoint_name(step)
         errors: list[str] = []
         with ExitStack() as contexts:
+            # With "auto" the whole world would share each video, also over the network.
             contexts.enter_context(self.mesh.using(self.group))
             # Sampled videos show the weights that will be used, held-out losses are theirs.
             if self.validation.use_ema:

@@ -382,7 +382,10 @@ def image_or_video(attack: Attack) -> Reader:
     made = random.choice([playlist, playlist, mutated_video, mutated_video, mutated_video])
     path = place(attack, f"clip.{suffix}", made(attack, suffix))
     reader = random.choice([count_frames, probe, read_frames, partial(read_video, num_frames=1)])
-    budget = Budget.of(10, Limits())
+    limits = Limits(seconds=10)
+    if reader in (probe, read_frames):
+        return partial(reader, path, limits)
+    budget = Budget.of(limits.seconds, limits)
     return partial(budget.run, partial(reader, path, budget))
 
 

@@ -12,6 +12,7 @@ import os
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,8 +23,10 @@ PRELOADED = ("opensora_sp.training.run", "opensora_sp.sampling.run", "opensora_s
 
 def _preload() -> None:
     """Import what most tests need, without using CUDA: after that no fork could use it."""
-    answers = {"is_available": True, "device_count": 1, "current_device": 0}
+    answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0}
     answers["get_device_capability"] = (9, 0)
+    # torchao, which peft imports where it is installed, asks whether Triton would run.
+    answers["get_device_properties"] = SimpleNamespace(major=9, minor=0)
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=answer))

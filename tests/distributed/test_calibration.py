@@ -21,7 +21,7 @@ from opensora_sp.parallel.cost_model import CPU
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.seconds import ModelCosts, seconds_of
 from opensora_sp.planner.trace import step_inputs
-from opensora_sp.runtime.cost_model_file import read_cost_model
+from opensora_sp.runtime.cost_models import read_cost_model
 
 Latents = tuple[int, int, int, int]
 # Samples, latent frames, height and width: images, and clips short and long, small and large.

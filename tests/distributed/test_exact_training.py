@@ -38,7 +38,7 @@ from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.cost_model import CPU
 from opensora_sp.parallel.rank_groups import RankGroup
-from opensora_sp.runtime.cost_model_file import write_cost_model
+from opensora_sp.runtime.cost_models import write_cost_model
 
 STEPS, PER_STEP, MAX_NORM = 3, 4, 0.05
 # Links cost nothing and launches little, so that "auto" shares micro-batches among CPUs as well.

@@ -26,10 +26,12 @@ from opensora_sp.config import load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import compile_blocks
 from opensora_sp.models.lora import add_lora, lora_layers
+from opensora_sp.models.quantized import quantize_blocks, stored_tensors
 from opensora_sp.models.recompute import OFFLOADED
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.training.preflight import preflight
+from opensora_sp.training.trainable import DropoutDraws
 
 RANK, ALPHA = 2, 3.0
 CLIP = (1, 5, 7, 9)
@@ -47,20 +49,32 @@ WAYS: list[tuple[Case, dict[str, Any]]] = [
 ]
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """With adapters of all blocks, whose B is not zero."""
-    add_lora(model, rank=RANK, alpha=ALPHA)
+def adapted(model: nn.Module, *, rich: bool = False) -> nn.Module:
+    """With adapters of all blocks, whose B is not zero.
+
+    ``rich``: with DoRA, rank-stabilised scaling and dropout, of an int8 base.
+    """
+    options: dict[str, Any] = {}
+    if rich:
+        # torchao quantises float32.
+        quantize_blocks(model.float())
+        model.double()
+        options = dict(use_dora=True, use_rslora=True, dropout=0.3)
+    add_lora(model, rank=RANK, alpha=ALPHA, **options)
     for module in lora_layers(model).values():
         draw_weights(module.lora_A, seed=3, std=0.3)
         draw_weights(module.lora_B, seed=4, std=0.3)
+    DropoutDraws(model, seed=5).draw(6)
     return model
 
 
-def in_parallel(ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False) -> None:
+def in_parallel(
+    ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False, rich: bool = False
+) -> None:
     """Ways of sharing a batch against one process, in float64."""
     free_links = CostModel(flops=400e12, bandwidth=1e30, latency=0)
     bare, mesh = parity_cases.make_model, SequenceMesh(torch.distributed.get_world_size())
-    parity_cases.make_model = lambda case: adapted(bare(case))
+    parity_cases.make_model = lambda case: adapted(bare(case), rich=rich)
     if compiled:
         parity_cases.parallelize = lambda model, mesh, **options: compile_blocks(
             parallelize(model, mesh, **options), backend="aot_eager"
@@ -73,12 +87,12 @@ def in_parallel(ways: list[tuple[Case, dict[str, Any]]], compiled: bool = False)
             assert bool(exchanged) == bool(case.size[0] % mesh.sp_size), (case, options)
             if options == OVERLAP:
                 assert counter.calls["switch", "forward"] == 2 * (2 * DEPTH - 1)
-        assert len(parity_cases.one_process_step(case, mesh)[1]) == 2 * 28 + 2
+        assert len(parity_cases.one_process_step(case, mesh)[1]) == (2 + rich) * 28 + 2
     finally:
         parity_cases.make_model, parity_cases.parallelize = bare, parallelize
 
 
-def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
+def boosted(stage: int, accumulate_locally: bool, sp_size: int, rich: bool = False) -> None:
     """Steps of SGD with momentum through the plugin, in float64.
 
     Without clipping and master weights, which are in float32.
@@ -90,8 +104,12 @@ def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
         sp_size, stage, "fp32", accumulate_locally=accumulate_locally, master_weights=False
     )
     booster, mesh = Booster(plugin=plugin), plugin.mesh
-    bare, alone = (adapted(make_model().double()) for _ in range(2))
-    frozen = {n: p.detach().clone() for n, p in bare.named_parameters() if not p.requires_grad}
+    bare, alone = (adapted(make_model().double(), rich=rich) for _ in range(2))
+    frozen = {
+        name: [stored.clone() for stored in stored_tensors(parameter.detach()).values()]
+        for name, parameter in bare.named_parameters()
+        if not parameter.requires_grad
+    }
     optimizers = [
         torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
         for one in (bare, alone)
@@ -118,19 +136,23 @@ def boosted(stage: int, accumulate_locally: bool, sp_size: int) -> None:
     wanted = dict(alone.named_parameters())
     for name, parameter in bare.named_parameters():
         if name in frozen:
-            assert torch.equal(parameter, frozen[name]), name
+            for stored, before in zip(
+                stored_tensors(parameter.detach()).values(), frozen[name], strict=True
+            ):
+                assert torch.equal(stored, before), name
         else:
             torch.testing.assert_close(parameter, wanted[name], rtol=1e-9, atol=1e-12)
-    assert len(optimizer.shards.working) == 2 * 28
+    assert len(optimizer.shards.working) == (2 + rich) * 28
 
 
 def some_ways() -> None:
-    in_worlds(in_parallel, [(3, (WAYS[1:3],))])
-    in_worlds(boosted, [(3, (2, False, 3))])
+    rich = [(3, (WAYS[1:2], False, True)), (2, (WAYS[2:3], False, True))]
+    in_worlds(in_parallel, [(3, (WAYS[1:3],)), *rich])
+    in_worlds(boosted, [(3, (2, False, 3)), (2, (2, True, 2, True))])
 
 
 def all_ways() -> None:
-    in_worlds(in_parallel, [(3, (WAYS,))])
+    in_worlds(in_parallel, [(3, (WAYS,)), (3, (WAYS, False, True))])
     # Compiles for a minute.
     in_worlds(in_parallel, [(2, (WAYS[:1], True))])
     cases = [(2, False, 2), (1, False, 2), (2, True, 2), (2, False, 1)]
@@ -159,7 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ckpt_every = 2",
         "optimizer = dict(lr=0.05)",
         f"load = {str(folder / 'base')!r}",
-        f"lora = dict(rank={RANK}, alpha={ALPHA})",
+        f"lora = dict(rank={RANK}, alpha={ALPHA}, dropout=0.3, use_dora=True, quantize='int8')",
     ]
     (folder / "config.py").write_text("\n".join(lines) + "\n")
     log = train(folder, folder / "run")
@@ -205,7 +227,7 @@ def test_a_run_saves_its_adapters_alone_and_resumes_bit_by_bit(
         "config.json",
     }
     found = tensors(last)
-    assert all(".lora_" in name for name in found) and len(found) == 2 * 28 * (2 + 3)
+    assert all(".lora_" in name for name in found) and len(found) == 3 * 28 * (2 + 3)
     ups = [tensor for name, tensor in found.items() if "model:" in name and "lora_B" in name]
     assert len(ups) == 2 * 28 and all(up.any() for up in ups)
 
@@ -268,7 +290,8 @@ def test_evaluation_of_a_run_of_its_merged_weights_and_of_validation(
     """Validation runs the model with its adapters, the others merge them."""
     manifest = folder / "set" / "clips.csv"
     validation = f"validation=dict(every=4, manifest={str(manifest)!r}, bins=2)"
-    train(folder, tmp_path / "run", validation)
+    # Validation and its merged weights are of the same base.
+    train(folder, tmp_path / "run", validation, "lora.quantize=None")
     (line,) = (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
     wanted = json.loads(line)["loss_by_bin"]
 
@@ -303,6 +326,15 @@ def test_what_does_not_fit_the_run_is_refused_before_it_starts(
     refused("'qkv' in lora.targets.*did you mean '\\*.qkv'", "lora.targets=['qkv']")
     refused("got lora = {'rank': 4.*was written with lora = ", "lora.rank=4", resume="auto")
     refused("got lora = None to resume", "lora=None", resume="auto")
+    # Adapters to train further are those that the config describes.
+    cfg = load_train_config(folder / "config.py", [f"outputs={tmp_path}", f"lora.load={run}"])
+    preflight(cfg, None)
+    start = f"lora.load={run}"
+    refused(r"rank=2.*expected 28 layers.*rank=4.*set rank", start, "lora.rank=4")
+    refused(r"rank=2.*expected.*use_dora=False", start, "lora.use_dora=False")
+    refused("for 'spatial_blocks.0.*one of them alone", start, "lora.targets=['*.attn.qkv']")
+    refused("got lora.load.*scale 0.5; expected", f"{start}:0.5")
+    refused("no adapter_config.json", f"lora.load={folder / 'base'}")
 
 
 @pytest.mark.slow

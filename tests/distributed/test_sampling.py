@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from ranks import run_ranks
-from runs import run_forked
+from runs import CURVE, run_forked
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import CheckpointFolder, Part, SaveJob, Saver
@@ -35,7 +35,9 @@ PROMPTS = [
 
 
 FRAMES = (5, 1, 16)
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4}
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "fp64, cached": 1e-9}
+# The two steps in the middle reuse the residual of the first, and the last has no guidance.
+CACHED = {"cache_threshold": 0.6, "cache_curve": CURVE, "guidance_interval": (0.3, 1.0)}
 Found = dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, int]]
 
 
@@ -44,12 +46,14 @@ def sample_latents(folder: Path) -> Found:
     mesh = SequenceMesh(dist.get_world_size() if dist.is_initialized() else 1)
     found = {}
     for precision, num_frames in product(TOLERANCES, FRAMES):
-        options = [
-            f"precision={precision}",
-            f"num_frames={num_frames}",
-            "scheduler.num_sampling_steps=4",
-        ]
-        cfg = load_inference_config(folder / "sample.py", options)
+        values = {
+            "precision": precision[:4],
+            "num_frames": num_frames,
+            "scheduler.num_sampling_steps": 4,
+        }
+        if "cached" in precision:
+            values |= {f"scheduler.{key}": option for key, option in CACHED.items()}
+        cfg = load_inference_config(folder / "sample.py", values=values)
         assert cfg.scheduler["cfg_scale"] == 4
         pipeline = build_pipeline(cfg, folder, mesh, torch.device("cpu"))
         request = [replace(requests_of(cfg, PROMPTS[:1])[0], place=5)]
@@ -76,9 +80,11 @@ def check_latents(on: Callable[[int], list[Found]], num_ranks: int, num_frames: 
         ours, again, _ = of_rank[precision, num_frames]
         wanted = on(1)[0][precision, num_frames][0]
         assert ours.shape[2] == num_frames
-        assert ours.dtype == (torch.float64 if precision == "fp64" else torch.float32)
+        assert ours.dtype == (torch.float32 if precision == "fp32" else torch.float64)
         assert torch.equal(ours, again)  # bitwise for the same number of processes
         assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
+    all_steps, cached = (on(1)[0][name, num_frames][0] for name in ("fp64", "fp64, cached"))
+    assert (cached - all_steps).abs().max() > 1e-4 * all_steps.abs().max()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -104,7 +110,8 @@ def test_guidance_of_one_prompt_on_2_processes_moves_no_token(
     """Guidance doubles the batch: two ranks take a half each. Three have to exchange tokens."""
     for ranks, has_to_send in ((2, False), (3, True)):
         for of_rank in on(ranks):
-            assert all(bool(sent) == has_to_send for _, _, sent in of_rank.values())
+            guided = (sent for (name, _), (_, _, sent) in of_rank.items() if "cached" not in name)
+            assert all(bool(sent) == has_to_send for sent in guided)
 
 
 def test_weights_that_are_not_those_of_the_manifest_are_refused(

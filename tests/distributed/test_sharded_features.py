@@ -102,7 +102,7 @@ def test_a_delivery_sends_every_rank_what_it_needs() -> None:
             for rank, plan in enumerate(plans):
                 assert [len(of_sender[rank]) for of_sender in sent] == plan.recv_splits
                 arrived = torch.cat([of_sender[rank] for of_sender in sent])
-                assert torch.equal(arrived, plan.place)
+                assert torch.equal(arrived, plan.unpack)
                 # Each rank receives what it needs, once.
                 assert torch.equal(arrived.sort().values, wanted[rank].nonzero().flatten())
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,93 +216,6 @@ def swap(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (
-            lambda f: os.truncate(f / "model/model.safetensors", 40),
-            "model/model.safetensors has 40 bytes; expected [0-9]+ bytes, as it was written",
-        ),
-        (
-            lambda f: flip(f / "model/model.safetensors", -1),
-            "model/model.safetensors has the SHA-256 .*; expected",
-        ),
-        (lambda f: flip(f / "state.json", 0), "state.json has the SHA-256"),
-        (
-            lambda f: (f / "optimizer.safetensors").unlink(),
-            "optimizer.safetensors is missing; expected [0-9]+ bytes",
-        ),
-        (swap, "optimizer.safetensors has"),
-        (
-            lambda f: flip(f / "manifest.json", 100),
-            "manifest.json is not the one that COMMIT names",
-        ),
-        (lambda f: flip(f / "COMMIT", -5), "manifest.json is not the one that COMMIT names"),
-        (lambda f: (f / "COMMIT").write_text(""), "COMMIT holds b''; expected a format"),
-        (lambda f: (f / "manifest.json").unlink(), r"manifest.json \(No such file or directory\)"),
-        (lambda f: f.rename(f.with_name("step_00000008")), "manifest.json is of step 2"),
-    ],
-)
-def test_damage_is_found_and_named(
-    before: Path, tmp_path: Path, harm: Callable[[Path], Any], message: str
-) -> None:
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(before / "step_00000002", folder)
-    verify(folder)
-    harm(folder)
-    with pytest.raises(ValueError, match=message):
-        verify(next(tmp_path.iterdir()))
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside", "/etc/passwd", "model/../../outside", "link/outside"]
-)
-def test_a_manifest_cannot_lead_out_of_its_folder(before: Path, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(before / "step_00000002", folder)
-    (tmp_path / "outside").write_text("secret")
-    (folder / "link").symlink_to(tmp_path)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": 6, "sha256": ""}
-    (folder / "manifest.json").write_bytes(to_json(manifest))
-    (folder / "COMMIT").write_bytes(_commit_text(to_json(manifest)))  # as whoever made it would
-    with pytest.raises(ValueError, match="expected one inside this folder"):
-        verify(folder)
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "COMMIT"])
-def test_a_checkpoint_has_no_links_that_leave_it(before: Path, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(before / "step_00000002", folder)
-    (folder / name).rename(tmp_path / name)
-    (folder / name).symlink_to(tmp_path / name)
-    with pytest.raises(ValueError, match=f"the path '{name}' .*; expected one inside this folder"):
-        verify(folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"files": []},
-        {"files": {"a": 1}},
-        {"files": {"a": {"bytes": "1", "sha256": ""}}},
-        {"step": None},
-        {"files": {"a\0b": {"bytes": 1, "sha256": ""}}},
-    ],
-)
-def test_a_manifest_of_another_structure_is_a_sentence(
-    before: Path, tmp_path: Path, change: dict[str, Any]
-) -> None:
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(before / "step_00000002", folder)
-    manifest = to_json({**json.loads((folder / "manifest.json").read_text()), **change})
-    (folder / "manifest.json").write_bytes(manifest)
-    (folder / "COMMIT").write_bytes(_commit_text(manifest))
-    with pytest.raises(ValueError, match=r"got .*manifest.*; expected .*do not use files") as error:
-        verify(folder)
-    assert not isinstance(error.value, DamagedCheckpointError)
-
-
 def use_format(folder: Path, number: int) -> None:
     (folder / "COMMIT").write_text(f"{number} {(folder / 'COMMIT').read_text().split()[1]}\n")
 
@@ -318,28 +232,76 @@ def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+def lead_out(path: Path) -> None:
+    """A link to a file outside of the folder."""
+    path.rename(path.parents[1] / path.name)
+    path.symlink_to(path.parents[1] / path.name)
+
+
+def commit_manifest(folder: Path, **change: Any) -> None:
+    """Another manifest with its digest, as whoever made the checkpoint can commit it."""
+    manifest = to_json({**json.loads((folder / "manifest.json").read_text()), **change})
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "COMMIT").write_bytes(_commit_text(manifest))
+
+
+def list_outside(folder: Path, name: str) -> None:
+    (folder.parent / "outside").write_text("secret")
+    (folder / "link").symlink_to(folder.parent)
+    commit_manifest(folder, files={name: {"bytes": 6, "sha256": ""}})
+
+
+MODEL, OPTIMIZER = "model/model.safetensors", "optimizer.safetensors"
+OUTSIDE = ("../outside", "/etc/passwd", "model/../../outside", "link/outside")
+ENTRY = {"bytes": 1, "sha256": ""}
+STRUCTURES: list[dict[str, Any]] = [
+    {"files": []},
+    {"files": {"a": 1}},
+    {"files": {"a": {"bytes": "1", "sha256": ""}}},
+    {"step": None},
+    {"files": {"a\0b": ENTRY}},
+]
+# What contradicts the digests of a checkpoint.
+DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda f: os.truncate(f / MODEL, 40), f"{MODEL} has 40 bytes; expected [0-9]+ bytes, as it"),
+    (lambda f: flip(f / MODEL, -1), f"{MODEL} has the SHA-256 .*; expected"),
+    (lambda f: flip(f / "state.json", 0), "state.json has the SHA-256"),
+    (lambda f: (f / OPTIMIZER).unlink(), f"{OPTIMIZER} is missing; expected [0-9]+ bytes"),
+    (swap, f"{OPTIMIZER} has"),
+    (lambda f: flip(f / "manifest.json", 100), "manifest.json is not the one that COMMIT names"),
+    (lambda f: flip(f / "COMMIT", -5), "manifest.json is not the one that COMMIT names"),
+    (lambda f: (f / "COMMIT").write_text(""), "COMMIT holds b''; expected a format"),
+    (lambda f: os.truncate(f / "COMMIT", 1 << 40), "COMMIT of more than 1,024 bytes"),
+    (lambda f: (f / "manifest.json").unlink(), r"manifest.json \(No such file or directory\)"),
+]
+# What they do not refuse is not called damaged.
+OTHERS: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda f: use_format(f, 9), r"got a checkpoint of format 9 in .*; expected 3;"),
+    (lambda f: use_format(f, 1), r"got a checkpoint of format 1 in .*; expected 3;"),
+    (lambda f: make_fifo(f / "COMMIT"), "COMMIT, which cannot be read now"),
+    (lambda f: make_fifo(f / "manifest.json"), "manifest.json, which .* now .a named pipe"),
+    (lambda f: f.rename(f.with_name("step_00000008")), "is of step 2; expected the step of the"),
+    (lambda f: lead_out(f / "COMMIT"), "the path 'COMMIT' .*; expected one inside this folder"),
+    (lambda f: lead_out(f / "manifest.json"), "'manifest.json' .*; expected one inside this"),
+    *((partial(list_outside, name=name), "expected one inside this folder") for name in OUTSIDE),
+    *((partial(commit_manifest, **change), "; expected .*do not use") for change in STRUCTURES),
+]
+
+
 @pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda f: use_format(f, 9), r"got a checkpoint of format 9 in .*; expected 3;"),
-        (lambda f: use_format(f, 1), r"got a checkpoint of format 1 in .*; expected 3;"),
-        (lambda f: make_fifo(f / "COMMIT"), "COMMIT, which cannot be read now"),
-        (lambda f: make_fifo(f / "manifest.json"), "manifest.json, which .* now .a named pipe"),
-        (
-            lambda f: f.rename(f.with_name("step_00000008")),
-            "expected the step of the folder's name",
-        ),
-    ],
+    ("harm", "message", "is_damage"),
+    [*((*harm, True) for harm in DAMAGE), *((*harm, False) for harm in OTHERS)],
 )
-def test_what_its_digests_do_not_refuse_is_not_called_damaged(
-    before: Path, tmp_path: Path, harm: Callable[[Path], Any], message: str
+def test_what_is_refused_is_named(
+    before: Path, tmp_path: Path, harm: Callable[[Path], Any], message: str, is_damage: bool
 ) -> None:
     folder = tmp_path / "step_00000002"
-    shutil.copytree(before / "step_00000002", folder)
+    shutil.copytree(before / folder.name, folder)
+    verify(folder)
     harm(folder)
     with pytest.raises(ValueError, match=message) as error:
-        verify(next(tmp_path.iterdir()))
-    assert not isinstance(error.value, DamagedCheckpointError)
+        verify(next(tmp_path.glob("step_*")))
+    assert isinstance(error.value, DamagedCheckpointError) == is_damage
 
 
 def test_an_error_of_the_disk_names_the_file(before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,15 +377,8 @@ def test_checkpoints_that_were_moved_and_linked_stay_where_they_are(tmp_path: Pa
 
 
 def test_a_file_written_in_runs_is_the_librarys_file(tmp_path: Path) -> None:
-    dtypes = (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.uint8,
-        torch.bool,
-    )
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    dtypes = (*floats, torch.int64, torch.uint8, torch.bool)
     wanted = {f"{i}": torch.arange(7 * i).reshape(7, i).to(dtype) for i, dtype in enumerate(dtypes)}
     wanted["scalar"] = torch.tensor(3.5)
     file = TensorFile(

@@ -35,14 +35,14 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.collectives import exchange
 from opensora_sp.parallel.options import STRATEGY_OPTIONS
 from opensora_sp.parallel.strategies import (
+    IN_ORDER,
     AllToAll,
     BlockLayouts,
     OneLayout,
-    choice,
     register_strategy,
     strategy_for,
 )
-from opensora_sp.parallel.strategies.strategy import SelfAttention
+from opensora_sp.parallel.strategies.strategy import AttentionFn
 from opensora_sp.planner.traffic import traffic
 
 pytestmark = pytest.mark.core
@@ -68,7 +68,7 @@ class TemporalBranch(OneLayout):
         ]
 
     def self_attention(
-        self, local: SelfAttention, x: torch.Tensor, rows: Any, precomputed: Any, block: str
+        self, local: AttentionFn, x: torch.Tensor, rows: Any, precomputed: Any, block: str
     ) -> torch.Tensor:
         if block == "spatial":
             return local(x, rows, precomputed)
@@ -85,10 +85,10 @@ class TemporalBranch(OneLayout):
 @pytest.fixture
 def toy() -> Iterator[None]:
     """The toy, registered until the end of the test."""
-    order, names = [*choice.IN_ORDER], [*STRATEGY_OPTIONS]
+    order, names = [*IN_ORDER], [*STRATEGY_OPTIONS]
     register_strategy(TemporalBranch)
     yield
-    choice.IN_ORDER[:], STRATEGY_OPTIONS[:] = order, names
+    IN_ORDER[:], STRATEGY_OPTIONS[:] = order, names
 
 
 class Never(OneLayout):

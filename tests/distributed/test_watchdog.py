@@ -110,11 +110,11 @@ def interrupted() -> tuple[list[int], list[str], str]:
 def joined_late() -> tuple[list[int], list[str]]:
     """Rank 1 joins after ``collective_timeout``, just before rank 0 would report that."""
     lines = captured_lines()
-    with recorded_exits() as codes, Watchdog(join_rendezvous(), collective_timeout=4.0):
+    with recorded_exits() as codes, Watchdog(join_rendezvous(), collective_timeout=2.0):
         dist.all_reduce(torch.ones(2))
-        time.sleep(5.7 * dist.get_rank())
+        time.sleep(3.7 * dist.get_rank())
         dist.all_reduce(torch.ones(2))
-        time.sleep(8)  # until the second all_reduce, the newest of its group, is overdue as well
+        time.sleep(6)  # until the second all_reduce, the newest of its group, is overdue as well
     return codes, lines
 
 
@@ -172,7 +172,7 @@ def send_garbage(port: int) -> None:
             connections.enter_context(connection)
             connection.sendall(sent)
         # Until all ranks have read heartbeats meanwhile.
-        time.sleep(8)
+        time.sleep(6)
 
 
 # Those that wait longest come first.
@@ -191,7 +191,7 @@ CASES = (
 @pytest.fixture(scope="module")
 def found() -> dict[str, list]:
     """By the name of the case what each rank returns."""
-    return run_together(2, CASES)
+    return run_together(2, CASES, at_once=len(CASES))
 
 
 @pytest.mark.slow

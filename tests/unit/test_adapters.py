@@ -15,6 +15,7 @@ from torch import nn
 
 from opensora_sp.checkpoint import Stored, Weights, check_adapters, open_adapters
 from opensora_sp.checkpoint.adapters import (
+    AdapterKind,
     Adapters,
     Base,
     adapter_files,
@@ -27,11 +28,12 @@ from opensora_sp.checkpoint.adapters import (
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import build_model
-from opensora_sp.models.lora import ADAPTER, add_lora, base_names, lora_layers
+from opensora_sp.models.lora import ADAPTER, add_lora, lora_layers
 from opensora_sp.planner.memory import FP32, ModelSizes, Persistent, Zero, training_peak
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.seconds import FROZEN_STEP, STEP, ModelFlops
 from opensora_sp.planner.trace import Activations, small_meta_model
+from opensora_sp.training.trainable import DropoutDraws
 
 SIZE = (3, 4, 4)
 COMMON = dict(
@@ -43,14 +45,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "STDiT3": {},
 }
 RANK, ALPHA = 3, 5.0
+KINDS = [{}, {"use_rslora": True}, {"use_dora": True}, {"use_dora": True, "use_rslora": True}]
 
 
-def made(name: str = "STDiT3", targets: tuple[str, ...] = ("*",), **more: Any) -> nn.Module:
+def made(name: str = "STDiT3", targets: tuple[str, ...] = ("*",), **options: Any) -> nn.Module:
     """A model with adapters, all of whose weights are drawn, in float64."""
     torch.manual_seed(0)
-    model = build_model(name, **COMMON, **MODELS[name], **more).double()
+    model = draw_weights(build_model(name, **COMMON, **MODELS[name]).double(), std=0.2)
     if targets:
-        add_lora(model, rank=RANK, alpha=ALPHA, targets=targets)
+        add_lora(model, rank=RANK, alpha=ALPHA, targets=targets, **options)
     return draw_weights(model, std=0.2)
 
 
@@ -67,32 +70,31 @@ def computed(model: nn.Module, frames: int = SIZE[0]) -> tuple[torch.Tensor, tor
     return out.detach(), gradient
 
 
-def on_disk(model: nn.Module, folder: Path, base: Base | None = None) -> Path:
+def on_disk(model: nn.Module, folder: Path, base: Base | None = None, **kind: bool) -> Path:
     """A model's adapters as a run saves them."""
     trained = {name_on_disk(n): p.data for n, p in model.named_parameters() if p.requires_grad}
     folder.mkdir(exist_ok=True)
     save_file(trained, folder / "adapter_model.safetensors")
-    facts = dict(rank=RANK, alpha=ALPHA, base=base or Base("base", "0"))
-    for name, data in adapter_files(list(lora_layers(model)), **facts).items():
+    facts = AdapterKind(RANK, ALPHA, **kind), base or Base("base", "0")
+    for name, data in adapter_files(list(lora_layers(model)), *facts).items():
         (folder / name).write_bytes(data)
     return folder
 
 
 def base_of(model: nn.Module) -> Weights:
     """The weights that a model's adapters are for."""
-    state = model.state_dict()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     tensors = {
-        public: Stored(tuple(state[own].shape), state[own].clone)
-        for public, own in base_names(state).items()
+        name.replace(".base_layer.", "."): Stored(tuple(tensor.shape), tensor.clone)
+        for name, tensor in model.state_dict().items()
+        if name not in trained
     }
-    names = base_names(state).values()
-    assert set(state) - set(names) == {n for n, p in model.named_parameters() if p.requires_grad}
     return Weights(Path("base"), "", None, tensors)
 
 
-def with_merged(name: str, model: nn.Module, *adapters: Adapters, **more: Any) -> nn.Module:
+def with_merged(name: str, model: nn.Module, *adapters: Adapters) -> nn.Module:
     """A bare model with adapters merged into its weights."""
-    bare = made(name, (), **more)
+    bare = made(name, ())
     weights = merged(base_of(model), adapters)
     bare.load_state_dict({n: stored.read() for n, stored in weights.tensors.items()})
     return bare
@@ -111,7 +113,7 @@ def test_no_linear_layer_leaves_its_adapter_out(name: str, tmp_path: Path) -> No
     assert len(layers) > 15 and not any("lora" in layer for layer in layers)
     adapters = open_adapters(str(on_disk(model, tmp_path / "all")))
     check_adapters(adapters, made(name, ()))
-    assert set(adapters.layers) == set(layers) and adapters.scaling == ALPHA / RANK
+    assert set(adapters.layers) == set(layers) and adapters.kind.scaling == ALPHA / RANK
     # Several frames, and images: single tokens take another way through attention.
     for frames in (SIZE[0], 1) if name != "STDiT" else (SIZE[0],):
         assert_close(computed(model, frames), computed(with_merged(name, model, adapters), frames))
@@ -159,21 +161,26 @@ def test_unknown_targets(targets: list[str], message: str) -> None:
     assert all(p.requires_grad for n, p in model.named_parameters() if n != "rope.freqs")
 
 
-def test_peft_reads_what_a_run_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_reads_what_a_run_saves(kind: dict[str, bool], tmp_path: Path) -> None:
     targets = ("*.attn.qkv", "*mlp.fc?", "!temporal_blocks.1.*")
-    model = made(targets=targets)
-    bare = made(targets=())
-    bare.load_state_dict({n: one.read() for n, one in base_of(model).tensors.items()})
-    theirs = PeftModel.from_pretrained(bare, str(on_disk(model, tmp_path / "lora")))
+    model, bare = made(targets=targets, **kind), made(targets=())
+    bare.load_state_dict({n: stored.read() for n, stored in base_of(model).tensors.items()})
+    folder = on_disk(model, tmp_path / "lora", **kind)
+    theirs = PeftModel.from_pretrained(bare, str(folder))
     assert_close(computed(theirs.get_base_model()), computed(model))
     assert len(lora_layers(theirs.get_base_model())) == 4 * 3 - 3
+    assert_close(
+        computed(with_merged("STDiT3", model, open_adapters(str(folder)))), computed(model)
+    )
 
 
-def test_what_peft_saves_is_read(tmp_path: Path) -> None:
-    """With rank-stabilised scaling, and in two halves, which are one; pickles are not read."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_saves_is_read(kind: dict[str, bool], tmp_path: Path) -> None:
+    """Also in two halves, which are one; pickles are not read."""
     theirs = get_peft_model(
         made(targets=()),
-        LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["qkv"], use_rslora=True),
+        LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["qkv"], **kind),
     )
     draw_weights(theirs, std=0.2)
     theirs.save_pretrained(str(tmp_path / "safe"))
@@ -188,6 +195,56 @@ def test_what_peft_saves_is_read(tmp_path: Path) -> None:
     assert_close(computed(with_merged("STDiT3", model, half, half)), computed(model))
     with pytest.raises(ValueError, match="without adapter_model.safe.*safe_serialization=True"):
         open_adapters(str(tmp_path / "pickled"))
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_dropout_keeps_the_same_features_of_all_tokens(*, use_dora: bool) -> None:
+    """In training only, and as a mask of the input of peft's formula."""
+    model = made(targets=("*.mlp.fc1",), dropout=0.5, use_dora=use_dora)
+    layers = lora_layers(model)
+    layer = layers["spatial_blocks.0.mlp.fc1"]
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    layer.eval()
+    without = layer(x)
+    layer.train()
+    torch.testing.assert_close(layer(x), without)
+
+    masks = []
+    for micro_batch in (0, 1, 0):
+        DropoutDraws(model, seed=3).draw(micro_batch)
+        masks.append(torch.cat([layer.lora_dropout[ADAPTER].kept for layer in layers.values()]))
+    assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])
+    assert masks[0].unique().tolist() == [0, 2] and masks[0].shape == (4 * 24,)
+    kept = layer.lora_dropout[ADAPTER].kept
+    masked, base = x * kept, layer.base_layer
+    up, down = layer.lora_B[ADAPTER].weight, layer.lora_A[ADAPTER].weight
+    expected = base(x) + ALPHA / RANK * masked @ down.t() @ up.t()
+    if use_dora:
+        norms = layer.lora_magnitude_vector[ADAPTER].weight
+        whole = base.weight + ALPHA / RANK * up @ down
+        ratios = norms / whole.norm(dim=1)
+        product = (ratios - 1) * (masked @ base.weight.t())
+        expected = base(x) + product + ratios * ALPHA / RANK * (masked @ down.t() @ up.t())
+    torch.testing.assert_close(layer(x), expected)
+    layer.eval()
+    torch.testing.assert_close(layer(x), without)
+    layer.train()
+    with DropoutDraws(model, seed=3).dropped(micro_batch=0):
+        torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x), without)
+
+
+def test_dora_begins_at_the_norms_of_the_weights() -> None:
+    torch.manual_seed(0)
+    model = draw_weights(build_model("STDiT3", **COMMON).double(), std=0.2)
+    before = computed(model)
+    add_lora(model, rank=RANK, alpha=ALPHA, use_dora=True)
+    assert_close(computed(model), before)
+    with torch.no_grad():
+        model = build_model("STDiT3", **COMMON)
+        model.spatial_blocks[0].mlp.fc1.weight[3] = 0
+    with pytest.raises(ValueError, match="rows of zeros; expected.*'!spatial_blocks.0.*fc1'"):
+        add_lora(model, rank=RANK, alpha=ALPHA, use_dora=True, targets=["*.fc1"])
 
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -206,7 +263,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
             Adapters(
                 adapters.path,
                 adapters.weights.only([n for n in adapters.weights.tensors if "attn.qkv" in n]),
-                1.0,
+                AdapterKind(RANK, ALPHA),
                 None,
             ),
             wide,
@@ -226,7 +283,7 @@ def test_folders_that_hold_no_plain_adapters_are_refused(tmp_path: Path) -> None
     refused("pass whole weights as --ckpt", tmp_path)
     refused("a finite number", f"{folder}:nan")
     for changed, message in (
-        ({"use_dora": True}, "use_dora = True"),
+        ({"use_dora": True}, "without lora_magnitude_vector"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
         ({"r": 0}, "r = 0"),

@@ -9,7 +9,7 @@ from golden_values import GOLDEN
 from runs import write_training
 
 from opensora_sp.config import load_train_config
-from opensora_sp.data.caption_prefix import without_prefix
+from opensora_sp.data.manifest import without_prefix
 from opensora_sp.evaluation.heldout import heldout_clips
 from opensora_sp.features.build import make_dataset
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from peft import LoraConfig, get_peft_model
 from PIL import Image
-from runs import write_random_model
+from random_weights import draw_weights
+from runs import CURVE, write_random_model
 from torch import Tensor
 
 from opensora_sp.cli import main
+from opensora_sp.common.importing import PackageError
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import Geometry, RectifiedFlow
 from opensora_sp.encoders import ImageVAE
@@ -56,7 +59,7 @@ def folder_of(folder: Path, scheduler: dict[str, Any], *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def v12(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("v12"), TRANSFORM)
+    return folder_of(tmp_path_factory.mktemp("v12"), TRANSFORM | {"cache_curve": CURVE})
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,10 @@ CASES: dict[str, tuple[list[str], str | None, bool, float]] = {
     "two prompts, negative": (PROMPTS, "a yellow background", False, 6.0),
     "two prompts, an image": (PROMPTS, None, True, 4.0),
     "without guidance, an image": (PROMPTS[1:], None, True, 1.0),
+    "cached steps, an image": (PROMPTS, None, True, 4.0),
 }
+# Of three steps, the second reuses the residual of the first, and the last has no guidance.
+LESS = dict(guidance_interval=(0.6, 1.0), cache_threshold=0.5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,6 +109,8 @@ def test_latents_are_those_of_our_sampler(v12: Path, tmp_path: Path, case: str) 
     prompts, negative, has_image, scale = CASES[case]
     image = written_image(tmp_path)
     values: dict[str, Any] = {"scheduler.cfg_scale": scale, "scheduler.num_sampling_steps": 3}
+    less: dict[str, Any] = LESS if "cached" in case else {}
+    values |= {f"scheduler.{name}": setting for name, setting in less.items()}
     given = {"reference_path": str(image)} if has_image else {}
     asked = [{"prompt": one, "negative_prompt": negative, **given} for one in prompts]
     noise, wanted = sampled(v12, asked, **values)
@@ -117,6 +125,7 @@ def test_latents_are_those_of_our_sampler(v12: Path, tmp_path: Path, case: str) 
         fps=8.0,
         latents=noise,
         output_type="latent",
+        **less,
     ).frames
     assert wanted.abs().max() > 0.1 and (wanted - noise).abs().max() > 0.1
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
@@ -187,6 +196,47 @@ def test_a_folder_is_read_and_written_again(v12: Path, tmp_path: Path) -> None:
     assert torch.equal(own, stored.bfloat16().double())
 
 
+def test_adapters_are_loaded_weighted_fused_and_unloaded(v12: Path, tmp_path: Path) -> None:
+    """Each state equals the weights of ``from_pretrained(lora=...)``, bit by bit."""
+    for seed, name in enumerate(("one", "two")):
+        config = LoraConfig(r=2, target_modules=["qkv", "fc1"], use_dora=bool(seed))
+        theirs = get_peft_model(loaded(v12).transformer, config)
+        draw_weights(theirs, seed=seed).save_pretrained(str(tmp_path / name))
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+
+    def holds(*sources: str) -> bool:
+        expected = loaded(v12, lora=sources).transformer.state_dict()
+        state = pipeline.transformer.state_dict()
+        return all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+    pipeline = loaded(v12)
+    assert holds() and not holds(one)
+    pipeline.load_lora_weights(one, adapter_name="one")
+    assert holds(one)
+    pipeline.load_lora_weights(f"{two}:0.5")
+    assert pipeline.get_active_adapters() == ["default_1"] and holds(f"{two}:0.5")
+    pipeline.set_adapters(["one", "default_1"], [0.25, 3.0])
+    assert holds(f"{one}:0.25", f"{two}:1.5")
+    assert pipeline.get_list_adapters() == {"transformer": ["one", "default_1"]}
+    pipeline.unload_lora_weights()
+    assert holds() and not pipeline.get_active_adapters()
+
+    pipeline.load_lora_weights(one)
+    pipeline.fuse_lora(lora_scale=0.5)
+    pipeline.unload_lora_weights()
+    assert holds(f"{one}:0.5")
+
+    pipeline.load_lora_weights(one, adapter_name="one")
+    for call, message in (
+        (lambda: pipeline.set_adapters("on"), "got adapter 'on'; expected.*did you mean 'one'"),
+        (lambda: pipeline.set_adapters("one", [1, 2]), "got 2 adapter_weights.*expected one"),
+        (lambda: pipeline.load_lora_weights(two, adapter_name="one"), "'one' twice; expected a"),
+        (lambda: pipeline.load_lora_weights(v12), "no adapter_config.json.*expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_arguments_and_outputs(v12: Path, caplog: pytest.LogCaptureFixture) -> None:
     pipeline = loaded(v12)
     seen: list[tuple[int, float]] = []
@@ -247,6 +297,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         dict(latents=torch.zeros(2, 3, 5, 7, 7)),
         r"got latents \[2, 3, 5, 7, 7\]; expected noise \[2, 3, 5, 7, 6\] for 2 videos",
     ),
+    "interval": (dict(guidance_interval=(1, 0)), r"got guidance_interval \(1.0, 0.0\); expected"),
     "steps": (dict(num_inference_steps=0), "got scheduler.num_sampling_steps = 0; expected"),
     "size": (dict(height=0), r"got a frame size of \(0, 24\); expected positive numbers"),
 }
@@ -259,14 +310,13 @@ def test_wrong_arguments(v12: Path, name: str) -> None:
         loaded(v12)(**(dict(prompt=PROMPTS) | SIZE | values))
 
 
-def test_an_older_diffusers_is_one_sentence() -> None:
-    code = (
-        "import diffusers, importlib.metadata as m; m.version = lambda name: '0.37.1'\n"
-        "import opensora_sp.integrations.diffusers"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    wanted = "got diffusers 0.37.1; expected 0.38 or newer; pip install 'diffusers>=0.38'"
-    assert done.stderr.splitlines()[-1].endswith(f"PackageError: {wanted}")
+def test_an_older_diffusers_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "opensora_sp.integrations.diffusers"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.37.1")
+    wanted = "^got diffusers 0.37.1; expected 0.38 or newer; pip install 'diffusers>=0.38'$"
+    with pytest.raises(PackageError, match=wanted):
+        importlib.import_module(name)
 
 
 def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:

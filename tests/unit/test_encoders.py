@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from golden_vae import load, saved_pipeline
-from hostile import check_torchscript_attacks, write_torchscript
 from safetensors.torch import load_file, save_file
 
 from opensora_sp.checkpoint import hub
@@ -613,34 +612,6 @@ def test_the_error_of_pickles_has_the_command_that_converts_them(
     wanted, found = cls(str(sources[cls])).state_dict(), cls(converted).state_dict()
     assert list(found) == list(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize(("cls", "key"), ENCODERS)
-def test_no_encoder_loads_a_hostile_file(
-    cls: type, key: str, sources: dict[type, Path], tmp_path: Path
-) -> None:
-    """Under its usual name, and under one that an index of safetensors gives."""
-    folder, mark = sources[cls], tmp_path / "written"
-    (file,) = folder.glob("*.safetensors")
-    name = next(iter(load_file(file)))
-    file.unlink()
-
-    stem = file.name.removesuffix(".safetensors")
-    archive = folder / f"{stem.replace('model', 'pytorch_model') if stem == 'model' else stem}.bin"
-    write_torchscript(archive, mark)
-    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .* weights are pickled") as e:
-        cls(str(folder))
-    with pytest.raises(SystemExit):
-        main(printed_command(str(e.value)))
-
-    index = {"metadata": {}, "weight_map": {name: archive.name}}
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"got {key}.from_pretrained .* weights are pickled"):
-        cls(str(folder))
-
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {source.name for source in sources.values()}
-    check_torchscript_attacks(archive, mark)
 
 
 def test_code_of_a_repository_is_not_executed(sources: dict[type, Path], tmp_path: Path) -> None:

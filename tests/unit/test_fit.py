@@ -11,10 +11,9 @@ import pytest
 from opensora_sp.cli import main
 from opensora_sp.cli.plan_fit import parse_memory
 from opensora_sp.config import TrainConfig, dump_config, load_train_config
-from opensora_sp.data.buckets import Buckets, with_batch_sizes
+from opensora_sp.data.buckets import BatchSpec, Buckets, with_batch_sizes
 from opensora_sp.models.recompute import EVERYTHING
 from opensora_sp.parallel.rank_groups import nested_groups
-from opensora_sp.planner.batches import BatchSpec, batches_by_name
 from opensora_sp.planner.bucket_levels import least_ranks
 from opensora_sp.planner.fit import (
     LineEstimator,
@@ -113,7 +112,7 @@ def test_communicators_are_part_of_what_must_fit(
     """Of 4 GB, groups of 4 and 2 take 1.9 beside that of 8, and nothing is left for a step."""
     one_bucket = "bucket_config={'144p': {1: (1.0, None)}}"
     degrees = "sp_size={'144p x 1': 8}"
-    options = ["--gpus", "8", "--largest-batch", "8", "--cfg-options", degrees, one_bucket]
+    options = ["--gpus", "8", "--largest-batch", "1", "--cfg-options", degrees, one_bucket]
     error = refused(capsys, str(config), "--fit", "4GB", *options)
     assert "got 4 GB of a device, into which not one clip fits" in error
 
@@ -207,7 +206,7 @@ def test_a_bucket_that_fits_no_group_is_refused_before_the_first_step(
         cfg = load_train_config(config, [f"sp_size={sp_size}"])
         run = RunEstimator(cfg, 2, device="cpu", gpus_per_node=2)
         found = memory_fit.fewest_ranks(cfg, mesh, run)
-        assert set(found) == set(batches_by_name(cfg)) and set(found.values()) == {1}
+        assert set(found) == set(cfg.batches()) and set(found.values()) == {1}
 
         run.memory = 1e6
         with pytest.raises(ValueError, match=f"144p x 5 .* {asked}"):

@@ -27,9 +27,8 @@ from opensora_sp.diffusion.guidance import fix_flaws
 from opensora_sp.diffusion.loss import frame_weights
 from opensora_sp.features.batch import conditioning_inputs
 from opensora_sp.models import STDiT3, STDiT3Config
-from opensora_sp.sampling.prompts import Prompt, prompt_of_loop
+from opensora_sp.sampling.prompts import prompt_of_loop, with_scores
 from opensora_sp.sampling.reference_frames import frames_of_kind
-from opensora_sp.sampling.scores import with_scores
 
 pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")
@@ -334,7 +333,7 @@ def test_scores_in_words() -> None:
     table = tables("prompts")
     for prompt, aes, flow, camera, wanted in table["score_suffix"]["rows"]:
         cfg = SimpleNamespace(score_style="words", aes=aes, flow=flow, camera_motion=camera)
-        assert with_scores(cfg, Prompt(prompt)).text == wanted  # type: ignore[arg-type]
+        assert with_scores(cfg, prompt) == wanted  # type: ignore[arg-type]
 
 
 def test_prompts_of_loops() -> None:
@@ -346,6 +345,6 @@ def test_prompts_of_loops() -> None:
             flow=row["motion"],
             camera_motion=row["camera"],
         )
-        prompt = with_scores(cfg, Prompt(row["prompt"]))  # type: ignore[arg-type]
-        found = [prompt_of_loop(prompt.text, loop).lower() for loop in range(len(row["per_loop"]))]
+        prompt = with_scores(cfg, row["prompt"])  # type: ignore[arg-type]
+        found = [prompt_of_loop(prompt, loop).lower() for loop in range(len(row["per_loop"]))]
         assert found == row["per_loop"]

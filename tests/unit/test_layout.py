@@ -66,7 +66,7 @@ def test_a_switch_brings_every_token_to_its_place_and_back(
             sent = [x[plan.pack].split(plan.send_splits) for x, plan in zip(own, plans)]
             for r, plan in enumerate(plans):  # what r expects from q is what q sends to r
                 assert plan.recv_splits == [plans[q].send_splits[r] for q in range(P)]
-                arrived[r].append((plan.place, torch.cat([sent[q][r] for q in range(P)])))
+                arrived[r].append((plan.unpack, torch.cat([sent[q][r] for q in range(P)])))
 
         results = []
         for parts in arrived:
@@ -120,7 +120,7 @@ def test_units_of_heads_get_every_entry_once(shape: tuple[int, ...], units: str)
     for rank, plan in enumerate(plans):
         start, stop = balanced_range(num_units, P, rank)
         arrived = torch.cat([sent[q][rank] for q in range(P)])
-        ours = torch.empty_like(arrived).index_copy_(0, plan.place, arrived)
+        ours = torch.empty_like(arrived).index_copy_(0, plan.unpack, arrived)
         assert torch.equal(ours, wanted[start * size : stop * size])
 
 
@@ -178,7 +178,7 @@ def test_windows_get_every_token_once_whole_and_balanced(
     for rank, plan in enumerate(plans):
         assert plan.recv_splits == [plans[q].send_splits[rank] for q in range(P)]
         arrived = list(chain.from_iterable(of_sender[rank] for of_sender in sent))
-        assert [arrived[i] for i in plan.place.argsort()] == held(units)[rank]
+        assert [arrived[i] for i in plan.unpack.argsort()] == held(units)[rank]
     if B % P == 0 and "h" not in units:
         assert all(plan.sent_elsewhere(rank) == 0 for rank, plan in enumerate(plans))
 

@@ -9,8 +9,14 @@ import torch
 from runs import TRAIN
 
 from opensora_sp.config import TrainConfig, load_train_config
-from opensora_sp.config.learning_rate import describe_schedule, ema_decay, learning_rate
-from opensora_sp.training.trainable import ShardedEma, check_optimizer, check_same_state
+from opensora_sp.training.trainable import (
+    ShardedEma,
+    check_optimizer,
+    check_same_state,
+    describe_schedule,
+    ema_decay,
+    learning_rate,
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,12 @@ def test_options_are_those_of_the_class(file: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["type=LBFGS"], "got optimizer.type 'LBFGS'; expected an elementwise optimizer.*'AdamW'"),
+        (["type=Lion"], "got optimizer.type 'Lion'; expected an elementwise optimizer.*'AdamW'"),
+        (["type=LBFGS"], r"'LBFGS' \(it needs products of whole gradients.*; expected an elem"),
+        (["type=Adafactor"], r"\(its second moments are means over rows and columns\); expected"),
+        (["type=Muon"], r"'Muon' \(it multiplies whole matrices\); expected an elementwise"),
+        (["type=LAMB"], r"'LAMB' \(its step depends on the norm of a whole layer\); expected"),
+        (["type=PagedAdamW8bit"], r"\(bitsandbytes needs a GPU, and rounds moments in blocks"),
         (["type=adamw"], "got optimizer.type 'adamw'.*did you mean 'AdamW'"),
         (["beta=(0.9,0.99)"], "unknown key 'optimizer.beta'.*did you mean 'betas'"),
         (["type=SGD", "eps=1e-8"], "unknown key 'optimizer.eps'; expected one of .*'nesterov'"),

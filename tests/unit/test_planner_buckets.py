@@ -11,7 +11,6 @@ import pytest
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
 from opensora_sp.planner import run_estimator
-from opensora_sp.planner.batches import batches_by_name
 from opensora_sp.planner.run_plan import plan
 
 pytestmark = pytest.mark.core
@@ -63,7 +62,7 @@ def test_each_bucket_is_traced_once_and_fast(
     buckets = plan(cfg, 8).buckets
     seconds = time.process_time() - started
 
-    assert len(buckets) == len(batches_by_name(cfg)) == len(traced) == len(set(traced))
+    assert len(buckets) == len(cfg.batches()) == len(traced) == len(set(traced))
     assert seconds < SECONDS_A_BUCKET * len(buckets), seconds
 
 

@@ -81,7 +81,8 @@ QK_SIZES = [
 def check_qk_norm(dtype: torch.dtype) -> None:
     from opensora_sp.models.kernels.triton import qk_norm as kernel
 
-    for (rows, length, heads, width), rotated in QK_SIZES:
+    sizes = QK_SIZES if dtype == torch.float32 else QK_SIZES[:2]
+    for (rows, length, heads, width), rotated in sizes:
         rotation = None if rotated is None else rotation_of(*rotated, width)
         qkv = normal(rows, length, 3, heads, width, seed=0)
         weights = [normal(width, seed=1), normal(width, seed=2)]
@@ -140,8 +141,8 @@ def test_qk_norm_of_a_layer():
 def check_gelu(dtype: torch.dtype) -> None:
     from opensora_sp.models.kernels.triton import gelu as kernel
 
-    sizes = [((3, 5), 72), ((2, 19), 1152), ((1,), 4608), ((0, 3), 8), ((70,), 7), ((), 5)]
-    for shape, width in sizes:
+    sizes = [((3, 5), 72), ((70,), 7), ((2, 19), 1152), ((1,), 4608), ((0, 3), 8), ((), 5)]
+    for shape, width in sizes if dtype == torch.float32 else sizes[:2]:
         x, bias = 3 * normal(*shape, width, seed=0), normal(width, seed=1)
         grad = normal(width, *shape, seed=2).movedim(0, -1)
 

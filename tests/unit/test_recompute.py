@@ -97,6 +97,9 @@ def test_kept_activations(ranks, kernels):
     token_bytes = 8 * 16 * 16 / ranks * config.hidden_size * 2
 
     for level, expected in enumerate((*KEPT, KEPT_OF_EVERYTHING[kernels]), OFFLOADED):
+        # What ranks share they share at every level.
+        if ranks > 1 and level not in (0, 3, EVERYTHING):
+            continue
         traced = trace_activations(
             "STDiT3",
             config,
@@ -162,8 +165,7 @@ def test_the_budget_follows_how_blocks_run(
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
     monkeypatch.setattr(run_estimator, "trace_activations", trace)
-    monkeypatch.setattr(memory_fit, "memory_of", lambda device: 80e9)
-    monkeypatch.setattr(memory_fit, "_smallest", lambda memory, device: memory)
+    monkeypatch.setattr(memory_fit, "free_memory", lambda device, reserved: 80e9 - reserved)
     monkeypatch.setattr(memory_fit.dist, "get_world_size", lambda: 1)
     module: Any = SimpleNamespace(set_grad_checkpoint=set_levels.append)
 

@@ -18,7 +18,6 @@ from ranks import run_ranks
 
 from opensora_sp.checkpoint import (
     CheckpointFolder,
-    DamagedCheckpointError,
     Part,
     SaveJob,
     Saver,
@@ -28,12 +27,7 @@ from opensora_sp.checkpoint import (
 )
 from opensora_sp.checkpoint.writer import all_finite
 from opensora_sp.training import run
-from opensora_sp.training.checkpointing import (
-    Checkpoints,
-    choose_checkpoint,
-    find_checkpoint,
-    find_good,
-)
+from opensora_sp.training.checkpointing import Checkpoints, choose_checkpoint, find_checkpoint
 
 FILES = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 FIRST, SECOND = checkpoint_name(1), checkpoint_name(2)
@@ -132,20 +126,6 @@ def test_only_what_is_damaged_is_set_aside_for_the_checkpoint_before_it(
         assert names == {FIRST, f"{SECOND}.damaged"}
 
 
-@pytest.mark.parametrize("name", ["COMMIT", "manifest.json"])
-def test_a_small_file_of_any_size_is_damage_and_is_not_read(
-    two: Path, tmp_path: Path, name: str
-) -> None:
-    """As a file system leaves it: the right beginning, then 1 TiB without blocks."""
-    shutil.copytree(two, tmp_path / "run")
-    os.truncate(tmp_path / "run" / SECOND / name, 1 << 40)
-
-    search = find_good(tmp_path / "run")
-    assert search.checkpoint == tmp_path / "run" / FIRST
-    problem = search.problems[tmp_path / "run" / SECOND]
-    assert isinstance(problem, DamagedCheckpointError) and f"{name} of more than" in str(problem)
-
-
 def test_without_a_good_checkpoint_every_start_raises_until_the_user_begins_anew(
     two: Path, tmp_path: Path
 ) -> None:
@@ -218,18 +198,6 @@ def test_a_folder_that_cannot_be_listed_has_a_sentence(
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(ValueError, match=r"cannot be read now \(Permission denied\)"):
         find_checkpoint(two, "auto")
-
-
-def test_the_last_good_checkpoint_is_whole(two: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(two, run_dir)
-    damaged(commit(run_dir, 3))
-    before = content(run_dir)
-
-    assert find_good(run_dir).checkpoint == run_dir / SECOND
-    assert content(run_dir) == before
-    assert on_two_ranks((run_dir, "auto")) == [SECOND]
-    assert find_good(tmp_path / "new").checkpoint is None
 
 
 def state_of_a_run(weight: torch.Tensor) -> Any:

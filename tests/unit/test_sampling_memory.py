@@ -12,11 +12,11 @@ import torch
 from random_weights import draw_weights
 
 from opensora_sp.config import InferenceConfig
+from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.encoders import LATENT_ENCODERS, ImageVAE, T5TextEncoder
 from opensora_sp.encoders.loading import weight_bytes
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.planner.batches import BatchSpec
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.run_plan import plan
@@ -141,7 +141,7 @@ def video_autoencoders(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("name", ["1.2", "1.3", "1.3, tiled"])
+@pytest.mark.parametrize("name", ["1.2", pytest.param("1.3", marks=pytest.mark.slow), "1.3, tiled"])
 def test_memory_of_a_chunk_is_predicted_for_any_size(folder: Path, name: str) -> None:
     """No option bounds it for large frames, so that plans have to know how it grows."""
     options = video_autoencoders(folder)[name]

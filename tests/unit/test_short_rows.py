@@ -51,18 +51,20 @@ def check_cases(cases):
             torch.testing.assert_close(one.to(wide), other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lengths(dtype):
-    check_cases([random_qkv(5, length, 1, 72, dtype) for length in (2, 5, 15, 16, 17, 30, 32)])
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [(torch.float32, (2, 5, 15, 16, 17, 30, 32)), (torch.bfloat16, (5, 16, 30))],
+)
+def test_lengths(dtype, lengths):
+    nothing = [random_qkv(0, 15, 2, 72, dtype), random_qkv(3, 15, 0, 72, dtype)]
+    check_cases([*(random_qkv(5, length, 1, 72, dtype) for length in lengths), *nothing])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_head_widths(dtype):
-    check_cases([random_qkv(1, 17, 5, width, dtype) for width in (3, 16, 64, 80, 96, 128)])
-
-
-def test_no_rows_or_heads():
-    check_cases([random_qkv(0, 15, 2, 72), random_qkv(3, 15, 0, 72)])
+@pytest.mark.parametrize(
+    ("dtype", "widths"), [(torch.float64, (3, 64, 96)), (torch.float16, (16, 80, 128))]
+)
+def test_head_widths(dtype, widths):
+    check_cases([random_qkv(1, 17, 5, width, dtype) for width in widths])
 
 
 def test_queries_and_keys_that_autocast_leaves_wider_are_rounded_to_the_values():

@@ -26,7 +26,7 @@ from runs import ROOT
 from safetensors.torch import save_file
 from studio_runs import log_step, write_run
 
-from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
+from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, name_on_disk
 from opensora_sp.cli import main
 from opensora_sp.common.files import shipped_models
 from opensora_sp.config import load_inference_config
@@ -39,9 +39,16 @@ from opensora_sp.runtime.watchdog import Watchdog
 from opensora_sp.sampling.outputs import facts_of
 from opensora_sp.studio import UPLOADS, session, views
 from opensora_sp.studio.folders import Folders, short_names
-from opensora_sp.studio.form import FIELDS, placed_frames, refused_field, settings_of, worded
-from opensora_sp.studio.jobs import Job, Queue, with_references
-from opensora_sp.studio.session import Work
+from opensora_sp.studio.form import (
+    FIELDS,
+    Job,
+    Work,
+    placed_frames,
+    refused_field,
+    settings_of,
+    worded,
+)
+from opensora_sp.studio.jobs import Queue, with_references
 from opensora_sp.training.curves import CURVES, Status, changes, config_of, traces
 
 OUTSIDE = "got the path .*; expected one inside of .*; choose another"
@@ -134,6 +141,8 @@ def test_a_request_is_checked_and_its_error_is_of_a_field(trained: Path, folders
         ("fps", "nan", "expected a finite number"),
         ("scheduler.num_sampling_steps", "1000000000", "at most 100,000 steps"),
         ("scheduler.cfg_scale", "nan", "Guidance"),
+        ("scheduler.guidance_interval", "0.9, 0.1", "got Guidance interval (0.9, 0.1)"),
+        ("scheduler.cache_threshold", "0.1", "got Cache threshold 0.1 without a"),
         ("seed", "x", "seed"),
         ("reference_path", [str(folders.outputs / "none.png")], "none.png"),
         ("mask_strategy", ["0,9"], "with 0 references; expected a reference below"),
@@ -364,7 +373,7 @@ def write_adapters(trained: Path, folder: Path) -> Path:
     drawn = {name_on_disk(name): one.data for name, one in parameters if one.requires_grad}
     folder.mkdir()
     save_file(drawn, folder / "adapter_model.safetensors")
-    about = adapter_files(list(lora_layers(model)), rank=2, alpha=4.0, base=Base("base", "1"))
+    about = adapter_files(list(lora_layers(model)), AdapterKind(2, 4.0), Base("base", "1"))
     for name, data in about.items():
         (folder / name).write_bytes(data)
     return folder
@@ -504,6 +513,7 @@ def test_validation_videos_are_rows_by_prompt_and_run(tmp_path: Path) -> None:
 def test_settings_of_a_video_sample_it_again(trained: Path, folders: Folders) -> None:
     values = {"ckpt": str(trained), "prompt": "a", "seed": "7", "num_frames": "9", "fps": "12"}
     values |= {"resolution": "28x24", "scheduler.cfg_scale": "2.5", "negative_prompt": "b"}
+    values |= {"scheduler.guidance_interval": "0.25, 1"}
     work = checked(values, folders)
     settings = settings_of(facts_of(work.cfg, work.request))
     assert settings | values == settings and [*settings] == [*FIELDS]

@@ -22,10 +22,10 @@ import diffusers
 
 from opensora_sp.checkpoint import new_folder, save_pretrained
 from opensora_sp.checkpoint.hub import Kind, describe_missing, local_path
+from opensora_sp.checkpoint.pretrained import convert_encoder
 from opensora_sp.common.files import read_json
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
-from opensora_sp.encoders.conversion import convert_encoder
 from opensora_sp.encoders.loading import TOKENIZER_FILES
 from opensora_sp.models.base import ConditionedModel
 
@@ -131,8 +131,6 @@ def write_pipeline(
     """Write a pipeline's folder. Encoders are copied as they are stored, and not loaded.
 
     Args:
-        path: a new or empty folder.
-        model: on the CPU or a device.
         vae, text_encoder: as in a sampling config; ``from_pretrained`` is the folder or the hub's
             name of the weights to copy.
         allow_pickle: also read pickled weights of encoders.

@@ -31,6 +31,7 @@ from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import latent_frames
 
+from .adapter_methods import AdapterMethods
 from .image_sampler import (
     OUTPUT_TYPES,
     GeneratedRequest,
@@ -58,14 +59,12 @@ class OpenSoraPipelineOutput(BaseOutput):
     frames: Any
 
 
-class OpenSoraPipeline(Base):
+class OpenSoraPipeline(AdapterMethods, Base):
     """Videos from texts and images by a model trained with rectified flow (Open-Sora 1.2, 1.3).
 
-    Adapters are merged by ``from_pretrained(..., lora=[...])``: it has no ``load_lora_weights``.
-    Neither does it take embeddings, timesteps or a number of videos per prompt.
+    It takes no embeddings, timesteps or number of videos per prompt.
 
     Args:
-        transformer: the model.
         vae: a ``LatentEncoder``.
         text_encoder: a ``TextEncoder``, which has its tokenizer.
         scheduler: an ``OpenSoraScheduler``.
@@ -102,8 +101,8 @@ class OpenSoraPipeline(Base):
 
         Args:
             dtype: of the transformer, by default as stored. Encoders have their own.
-            lora: adapters to merge into the transformer, each ``PATH`` or ``PATH:SCALE``; see
-                ``opensora_sp.checkpoint.from_pretrained``.
+            lora: adapters to merge into the transformer for good, each ``PATH`` or ``PATH:SCALE``,
+                of a run the EMA; see ``opensora_sp.checkpoint.from_pretrained``.
             components: ``transformer``, ``vae``, ``text_encoder`` or ``scheduler`` to take instead
                 of the folder's.
 
@@ -124,7 +123,7 @@ class OpenSoraPipeline(Base):
         folder = PipelineFolder.open(pretrained_model_name_or_path, components)
         if "transformer" not in components:
             weights = folder.path / "transformer"
-            components["transformer"] = from_pretrained(weights, dtype=dtype, lora=lora)
+            components["transformer"] = from_pretrained(weights, dtype=dtype, lora=lora, ema=True)
         if "scheduler" not in components:
             components["scheduler"] = folder.scheduler()
 
@@ -218,6 +217,8 @@ class OpenSoraPipeline(Base):
         output_type: str = "pil",
         *,
         negative_prompt: str | Sequence[str] | None = None,
+        guidance_interval: tuple[float, float] | None = None,
+        cache_threshold: float | None = None,
         fps: float = 24.0,
         latents: Tensor | None = None,
         return_dict: bool = True,
@@ -237,6 +238,7 @@ class OpenSoraPipeline(Base):
                 after each step; may return other latents in such a dict.
             output_type: "pil", "np" or "pt" (``as_output``), or "latent".
             negative_prompt: by default no caption.
+            guidance_interval, cache_threshold: see ``SamplingOptions``; by default as configured.
             fps: frames per second, an input of the model.
             latents: noise ``[B, c, f, h, w]`` to begin with, instead of the generator's.
             return_dict: False returns a tuple.
@@ -250,7 +252,8 @@ class OpenSoraPipeline(Base):
             )
         texts = texts_of(prompt)
         images = [frame_of(given) for given in one_each("image", image, len(texts))]
-        flow = self._flow(num_inference_steps, guidance_scale)
+        less = dict(guidance_interval=guidance_interval, cache_threshold=cache_threshold)
+        flow = self._scheduler().flow_of(num_inference_steps, guidance_scale, **less)
         # What a sampling config refuses, a call refuses in the same words.
         cfg = self._config(
             flow,
@@ -264,14 +267,7 @@ class OpenSoraPipeline(Base):
         requests = self._requests(cfg, texts, images, negative_prompt, generator, latents)
 
         with self.progress_bar(total=flow.num_sampling_steps) as bar:
-
-            def on_step(step: int, t: Tensor, latents: Tensor) -> Tensor | None:
-                bar.update()
-                if callback_on_step_end is None:
-                    return None
-                returned = callback_on_step_end(self, step, t[0], {"latents": latents})
-                return (returned or {}).get("latents")
-
+            on_step = partial(self._end_step, bar, callback_on_step_end)
             parts = sampler.looped(requests, on_step=on_step)
 
         frames: Any = parts[0]
@@ -281,14 +277,24 @@ class OpenSoraPipeline(Base):
         self.maybe_free_model_hooks()
         return OpenSoraPipelineOutput(frames=frames) if return_dict else (frames,)
 
-    def _flow(self, num_inference_steps: int | None, guidance_scale: float | None) -> RectifiedFlow:
+    def _end_step(
+        self, bar: Any, callback: StepCallback | None, step: int, t: Tensor, latents: Tensor
+    ) -> Tensor | None:
+        """Call the callback after a step; returns the latents that it puts in place, if any."""
+        bar.update()
+        if callback is None:
+            return None
+        returned = callback(self, step, t[0], {"latents": latents})
+        return (returned or {}).get("latents")
+
+    def _scheduler(self) -> OpenSoraScheduler:
         if not isinstance(self.scheduler, OpenSoraScheduler):
             raise ValueError(
                 f"got the scheduler {type(self.scheduler).__name__}; expected OpenSoraScheduler, "
                 "whose timesteps depend on the videos' size; set pipeline.scheduler = "
                 "OpenSoraScheduler.of(dict(use_timestep_transform=True))"
             )
-        return self.scheduler.flow_of(num_inference_steps, guidance_scale)
+        return self.scheduler
 
     def _kind_of_conditioning(self, images: Sequence[Any]) -> str | None:
         takes_frames = getattr(self.transformer.config, "use_cond", False)

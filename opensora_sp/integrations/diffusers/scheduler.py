@@ -40,9 +40,7 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
     def __init__(self, num_train_timesteps: int = 1000, flow: dict[str, Any] | None = None) -> None:
         self.flow = RectifiedFlow(
             **check_options(
-                "scheduler",
-                {**(flow or {}), "num_timesteps": num_train_timesteps},
-                RectifiedFlow,
+                "scheduler", {**(flow or {}), "num_timesteps": num_train_timesteps}, RectifiedFlow
             )
         )
 
@@ -62,10 +60,10 @@ class OpenSoraScheduler(SchedulerMixin, ConfigMixin):
         return cls(options.pop("num_timesteps", 1000), options)
 
     def flow_of(
-        self, num_inference_steps: int | None, guidance_scale: float | None
+        self, num_inference_steps: int | None, guidance_scale: float | None, **further: Any
     ) -> RectifiedFlow:
-        """The process with other steps and guidance; None keeps what the config has."""
-        asked = {"num_sampling_steps": num_inference_steps, "cfg_scale": guidance_scale}
+        """The process with other values of its options; None keeps the config's."""
+        asked = {"num_sampling_steps": num_inference_steps, "cfg_scale": guidance_scale, **further}
         changes: Any = {name: asked[name] for name in asked if asked[name] is not None}
         return replace(self.flow, **check_options("scheduler", changes, RectifiedFlow))
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .fused import HEAD_WIDTHS, Part
+from ..attention_table import HEAD_WIDTHS
+from .fused import Part
 
 if TYPE_CHECKING:
     from opensora_sp.models.stdit_config import SharedConfig
@@ -66,11 +67,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu")
 
 
-def activations(*shape: int, seed: int = 0) -> Tensor:
+def activations(*shape: int) -> Tensor:
     """Such numbers with a mean of 0.5, and with outliers: one in a hundred is ten times as large,
     as in trained models."""
-    numbers = normal(*shape, seed=seed) + 0.5
-    numbers.view(-1)[seed::101] *= 10
+    numbers = normal(*shape) + 0.5
+    numbers.view(-1)[::101] *= 10
     return numbers
 
 

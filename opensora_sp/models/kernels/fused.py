@@ -30,9 +30,6 @@ Kernels = Literal["auto", "triton", "torch"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the LayerNorm.
 EPSILON = 1e-6
-# What the Triton kernel for short rows takes.
-LENGTHS = range(1, 33)
-HEAD_WIDTHS = range(1, 129)
 
 # Plain objects: torch.compile makes guards of what it reads here, and compiles again if it changes.
 _setting: Kernels = "auto"
@@ -61,11 +58,7 @@ def set_kernels(kernels: Kernels) -> None:
 
 
 def check_kernels(kernels: str, device_type: str, dtype: torch.dtype) -> None:
-    """Raise ValueError where ``kernels="triton"`` is asked for, and no Triton kernel would run.
-
-    Args:
-        dtype: of the tokens.
-    """
+    """Raise ValueError where ``kernels="triton"`` is asked for, and no Triton kernel would run."""
     if kernels != "triton":
         return
     if device_type == "cuda" and dtype == torch.float64:
@@ -185,11 +178,7 @@ def add_norm_modulate(
 
 
 def add_gated(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """``x + gate * branch``; ``bias`` as in ``add_norm_modulate``."""
     if chosen("modulation", x):
@@ -202,11 +191,7 @@ def add_gated(
 
 
 def add_gated_twice(
-    x: Tensor,
-    gate: Tensor,
-    branch: Tensor,
-    part: Part | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, branch: Tensor, part: Part | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``add_gated`` for two callers: backward gets both gradients, and adds them on the way."""
     if chosen("modulation", x):
@@ -287,7 +272,7 @@ def explicit_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_short_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``explicit_softmax`` in the dtype of ``v``; T in ``LENGTHS`` and D in ``HEAD_WIDTHS``."""
+    """``explicit_softmax`` in the dtype of ``v``; at most 32 tokens and D up to 128."""
     # Under autocast, norms leave queries and keys wider than values.
     q, k = q.to(v.dtype), k.to(v.dtype)
     if chosen("short_rows", v):

@@ -218,7 +218,6 @@ def differences(
     """The largest error of each result.
 
     Args:
-        ours: of the kernel.
         plain, rounding: of the reference in the same dtype, on the device and on the CPU.
         exact: of the reference in float64.
     """
@@ -276,7 +275,6 @@ def cases_of(
     """Small calls of each kind of attention, which differ in their lengths.
 
     Args:
-        config: of an STDiT model.
         lengths: of a run's sequences, by kind. The shortest, the longest, and the longest that 128
             does not divide are taken.
         trained: whether gradients are compared, too.

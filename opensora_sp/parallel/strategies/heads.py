@@ -16,14 +16,13 @@ from ..options import Options
 from .few_units import few_frames_costs, few_frames_reason, few_units_costs
 from .strategy import (
     AllToAll,
-    Attend,
+    AttendFn,
     Block,
     BlockLayouts,
     Exchange,
     Function,
     GridOrShape,
     OneLayout,
-    Segment,
 )
 
 FRAME_HEADS = "b t h | s"
@@ -75,7 +74,7 @@ class SplitAttention(OneLayout):
         return exchanges
 
     def segment(
-        self, local: Segment, function: Function, rows: Any, *args: Any, recompute: Any, last: bool
+        self, local: Function, part: Function, rows: Any, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         # Before the block, so that no compiled graph traces it.
         prepared = self.prepare(rows, args[0].device)
@@ -83,14 +82,14 @@ class SplitAttention(OneLayout):
         def run(*args: Any) -> Tensor:
             self._prepared = prepared
             try:
-                return function(*args)
+                return part(*args)
             finally:
                 self._prepared = None
 
         return super().segment(local, run, rows, *args, recompute=recompute, last=last)
 
     def attend(
-        self, local: Attend, q: Tensor, k: Tensor, v: Tensor, rows: Any, groups: Any, block: Block
+        self, local: AttendFn, q: Tensor, k: Tensor, v: Tensor, rows: Any, groups: Any, block: Block
     ) -> Tensor:
         # Outside of a segment nothing is prepared.
         prepared = (self._prepared or self.prepare(rows, q.device))[block]
@@ -150,6 +149,7 @@ class SplitHeads(SplitAttention):
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        # With enough frames every rank has whole rows, and a switch sends half as much.
         if shape.num_frames >= ranks:
             return False
         return few_frames_costs(shape, options, ranks).heads_cost_less
@@ -171,6 +171,7 @@ class SplitWindows(SplitAttention):
     condition = "fewer windows (B*W) than ranks, enough frames, where it costs less"
     moves = "heads of queries, keys, values and outputs of windows; no whole token"
 
+    # Enough frames mean that spatial attention is local in this layout; only windows are few.
     resident_layout = "spatial"
 
     @classmethod
@@ -208,6 +209,8 @@ class SplitClips(SplitAttention):
 
     @classmethod
     def applies(cls, shape: BatchShape, options: Options, ranks: int) -> bool:
+        # Whatever the shape: all tokens of a clip attend together, so no distribution of rows keeps
+        # an attention local.
         return shape.full
 
     @classmethod

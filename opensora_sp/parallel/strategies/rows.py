@@ -24,9 +24,8 @@ from .strategy import (
     Exchange,
     Function,
     GridOrShape,
-    Segment,
     Strategy,
-    Switch,
+    SwitchFn,
     Tensors,
 )
 
@@ -97,7 +96,10 @@ class SwitchRows(Strategy):
             AllToAll(shape.depth - 1, temporal, spatial, token),
         ]
 
-    def switch(self, local: Switch, x: Tensor | InFlightSwitch, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(
+        self, local: SwitchFn, x: Tensor | InFlightSwitch, rows: Rows
+    ) -> tuple[Tensor, Rows]:
+        # Rows follow from the shape alone, so a rank knows what arrives before anything is sent.
         target = self.local_rows(rows.transposed())
         if isinstance(x, InFlightSwitch):
             tokens = x.wait()
@@ -106,11 +108,11 @@ class SwitchRows(Strategy):
         return tokens.unflatten(0, (target.count, target.length)), target
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
-            return local(function, rows, *args, recompute=recompute, last=last)
+            return local(part, rows, *args, recompute=recompute, last=last)
 
         # One for each segment and forward: recomputation starts it again.
         plans = self._switch_planner(rows, args[0].device)
@@ -122,9 +124,11 @@ class SwitchRows(Strategy):
             self.in_flight = in_flight
             try:
                 # Its tokenwise end has started the switch, if it has one.
-                x: Any = function(*args)
+                x: Any = part(*args)
             finally:
                 self.in_flight = None
+            # A block without a tokenwise end is sent as one chunk, whose gradient can be in flight
+            # all the same.
             return x if isinstance(x, InFlightSwitch) else in_flight.start([x], 1)
 
         return local(run, rows, *args, recompute=recompute, last=last)

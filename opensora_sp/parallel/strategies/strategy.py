@@ -113,13 +113,12 @@ class AllGather(Exchange):
         )
 
 
-# Of ``local``, the function of a hook point on one rank (classes of these names: models/).
-EnterRows: TypeAlias = Callable[[Grid], Rows]
-Switch: TypeAlias = Callable[[Tensor, Rows], tuple[Tensor, Rows]]
+# Of ``local``, the function of a hook point on one rank (``models/hook_points.py``).
+ShardFn: TypeAlias = Callable[[Grid], Rows]
+SwitchFn: TypeAlias = Callable[[Tensor, Rows], tuple[Tensor, Rows]]
 # The last argument, if not None, is what a caller has computed of the rows.
-SelfAttention: TypeAlias = Callable[[Tensor, Rows, Any], Tensor]
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Rows, Any], Tensor]
-Segment: TypeAlias = Callable[..., Tensor]
+AttentionFn: TypeAlias = Callable[[Tensor, Rows, Any], Tensor]
+AttendFn: TypeAlias = Callable[[Tensor, Tensor, Tensor, Rows, Any], Tensor]
 
 Function: TypeAlias = Callable[..., Tensor]
 Tensors: TypeAlias = Sequence[Tensor]
@@ -192,21 +191,19 @@ class Strategy:
     # Methods of hook points, on tensors.
 
     def boundary_rows(self, rows: Rows) -> tuple[Rows, ...]:
-        """The rows where tokens enter and where they leave, given all spatial rows; one element if
-        both are the same.
-        """
+        """The rows where tokens enter and where they leave; one element if both are the same."""
         return rows, rows.transposed()
 
-    def shard(self, local: EnterRows, grid: Grid) -> Rows:
+    def shard(self, local: ShardFn, grid: Grid) -> Rows:
         """The local rows where tokens enter."""
         return self.local_rows(self.boundary_rows(local(grid))[0])
 
-    def switch(self, local: Switch, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: SwitchFn, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         """Tokens ``[R, L, C]`` in the other layout, and their rows."""
         return local(x, rows)
 
     def self_attention(
-        self, local: SelfAttention, x: Tensor, rows: Rows, precomputed: Any, block: Block
+        self, local: AttentionFn, x: Tensor, rows: Rows, precomputed: Any, block: Block
     ) -> Tensor:
         """The self-attention of a block, ``[R, L, C]`` -> ``[R, L, C]``.
 
@@ -215,7 +212,14 @@ class Strategy:
         return local(x, rows, precomputed)
 
     def attend(
-        self, local: Attend, q: Tensor, k: Tensor, v: Tensor, rows: Rows, groups: Any, block: Block
+        self,
+        local: AttendFn,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        groups: Any,
+        block: Block,
     ) -> Tensor:
         """The attention inside of ``self_attention``, all ``[R, L, H, D]``.
 
@@ -224,14 +228,14 @@ class Strategy:
         return local(q, k, v, rows, groups)
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
-        """A part of a model between two switches, ``function(*args)``, perhaps checkpointed.
+        """A part of a model between two switches, ``part(*args)``, perhaps checkpointed.
 
         ``last``: no switch follows. ``local`` takes the same arguments, and ``context_fn`` of
         ``torch.utils.checkpoint.checkpoint``.
         """
-        return local(function, rows, *args, recompute=recompute, last=last)
+        return local(part, rows, *args, recompute=recompute, last=last)
 
     def tokenwise(
         self, function: Function, rows: Rows, tokens: Tensors, entries: Tensors, part: Any
@@ -300,13 +304,13 @@ class OneLayout(Strategy):
     def boundary_rows(self, rows: Rows) -> tuple[Rows, ...]:
         return (rows if rows.layout == self.resident_layout else rows.transposed(),)
 
-    def switch(self, local: Switch, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    def switch(self, local: SwitchFn, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         return x, rows
 
     def segment(
-        self, local: Segment, function: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         # Exchanges lie inside of the recomputed part, which would send everything again.
         if recompute and not self.resends(self.options):
             local = partial(local, context_fn=keep_exchanged)
-        return local(function, rows, *args, recompute=recompute, last=last)
+        return local(part, rows, *args, recompute=recompute, last=last)

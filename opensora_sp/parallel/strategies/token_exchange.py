@@ -16,12 +16,12 @@ from .strategy import (
     REPLICATED,
     AllGather,
     AllToAll,
+    AttentionFn,
     Block,
     BlockLayouts,
     Exchange,
     GridOrShape,
     OneLayout,
-    SelfAttention,
 )
 
 
@@ -49,7 +49,7 @@ class SplitGather(OneLayout):
         return [AllGather(blocks, resident, shape.width * element_size)]
 
     def self_attention(
-        self, local: SelfAttention, x: Tensor, rows: Rows, precomputed: Any, block: Block
+        self, local: AttentionFn, x: Tensor, rows: Rows, precomputed: Any, block: Block
     ) -> Tensor:
         all_rows = rows.take(0, rows.total)
         tokens = gather_rows(x, self.row_counts(rows), self.group, kind="tokens")
@@ -84,7 +84,7 @@ class BranchSwitch(OneLayout):
         return [there, replace(there, source=SPATIAL_ROWS, target=temporal)]
 
     def self_attention(
-        self, local: SelfAttention, x: Tensor, rows: Rows, precomputed: Any, block: Block
+        self, local: AttentionFn, x: Tensor, rows: Rows, precomputed: Any, block: Block
     ) -> Tensor:
         if block == "temporal":
             return local(x, rows, precomputed)

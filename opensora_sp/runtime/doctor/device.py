@@ -91,15 +91,13 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        got: the largest error, in multiples of what rounding explains; None after an error or a
+        got: the largest error, in multiples of the largest that passes; None after an error or a
             skip.
-        bound: the largest ``got`` that passes.
         note: the worst result, the reason of a skip, or the error.
     """
 
     name: str
     got: float | None = None
-    bound: float = 1.0
     note: str = ""
     is_skipped: bool = False
 
@@ -108,7 +106,7 @@ class Finding:
         if self.is_skipped:
             return "skip"
         # NaN is never below.
-        return "ok" if self.got is not None and self.got <= self.bound else "FAIL"
+        return "ok" if self.got is not None and self.got <= 1 else "FAIL"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; numbers that JSON lacks (NaN, infinity) become text."""

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..fused import HEAD_WIDTHS, INTERPRETED, LENGTHS
+from ...attention_table import HEAD_WIDTHS, LENGTHS
+from ..fused import INTERPRETED
 from .operator import opaque_operator
 
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
