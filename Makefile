@@ -1,4 +1,5 @@
-# make demo   everything from nothing to sampled videos, on CPU
+# make demo   everything from nothing to sampled videos, on CPU, in ten minutes
+# make toy   trains the model of the package again, in half an hour
 # make test   the tests of the fast tier, in five minutes on two cores
 # make test-all   those, then all other tests but the grids
 # make test-docs   all commands of the documentation; make test-shutdown   every way to end a run
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo test test-all test-slow test-serial test-failed campaigns test-mutations test-default-cpu test-docs test-shutdown test-floor lint lint-workflows scan docs install clean
+.PHONY: help demo toy test test-all test-slow test-serial test-failed campaigns test-mutations test-default-cpu test-docs test-shutdown test-floor lint lint-workflows scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -37,18 +38,39 @@ $(VENV)/.installed: setup.py pyproject.toml scripts/make_venv.sh
 	$(BIN)/pip install $(COLOSSALAI)
 	touch $@
 
+PROMPTS := --prompt "a green square moving right on a yellow background" \
+	--prompt "a blue circle moving left on a white background" \
+	--prompt "a red triangle moving up on a blue background"
+RANKS := $(BIN)/torchrun --standalone --nproc_per_node
+# No number of ranks divides the batch, so that ranks exchange tokens.
+TRAIN := scripts/train.py configs/demo/train.py --cfg-options batch_size=37 validation.manifest=data/toy_heldout/clips.csv
+
+# Times are those of two cores with nothing else to do.
 demo: $(VENV)/.installed
 	rm -rf $(DEMO) data/toy data/toy_heldout
+	@echo "[1/5] sample from the model of the package: 10 seconds"
+	$(BIN)/opensora-sp sample toy $(PROMPTS) --outputs $(DEMO)/shipped
+	@echo "[2/5] write clips: 10 seconds"
 	$(BIN)/python scripts/make_toy_clips.py data/toy --num 768
 	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1 --all-captions
-	$(BIN)/torchrun --standalone --nproc_per_node 2 scripts/train.py configs/demo/train.py \
-		--cfg-options validation.manifest=data/toy_heldout/clips.csv
-	$(BIN)/torchrun --standalone --nproc_per_node 2 scripts/inference.py configs/demo/sample.py --ckpt $(DEMO) \
-		--prompt "a green square moving right on a yellow background" \
-		--prompt "a blue circle moving left on a white background" \
-		--prompt "a red triangle moving up on a blue background"
+	@echo "[3/5] train from random weights on two ranks: 7 minutes"
+	$(RANKS) 2 $(TRAIN) max_steps=1500
+	@echo "[4/5] resume on three ranks: 3 minutes"
+	$(RANKS) 3 $(TRAIN) sp_size=3 --resume auto
+	@echo "[5/5] sample, check the losses, and samples of held-out captions: 1 minute"
+	$(RANKS) 2 scripts/inference.py configs/demo/sample.py --ckpt $(DEMO) $(PROMPTS)
 	$(BIN)/python scripts/check_demo.py $(DEMO)
 	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.gif"
+
+# The weights of opensora_sp/shipped_models/toy; its README.md says how good they are.
+toy: $(VENV)/.installed
+	rm -rf data/toy_model outputs/toy build/toy
+	$(BIN)/python scripts/make_toy_clips.py data/toy_model/clips --num 4096
+	$(BIN)/opensora-sp precompute configs/demo/train.py -o data/toy_model/features \
+		--cfg-options dataset.manifest=data/toy_model/clips/clips.csv sp_size=1
+	$(BIN)/opensora-sp train configs/toy/train.py
+	$(BIN)/opensora-sp convert outputs/toy build/toy --dtype fp16 --license Apache-2.0
+	$(BIN)/python scripts/check_demo.py build/toy --prompts 41
 
 # The tiers of tests (tests/README.md). What needs the machine for itself is slow, and runs alone after the others.
 WORKERS ?= 3
@@ -139,4 +161,4 @@ $(VENV)/.docs: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build outputs data/toy data/toy_heldout
+	rm -rf $(VENV) build outputs data/toy data/toy_heldout data/toy_model
