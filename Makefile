@@ -74,7 +74,7 @@ test-failed: $(VENV)/.installed
 	$(PYTEST) --last-failed --last-failed-no-failures none
 
 # In process, without ranks: what compares numbers, which another processor rounds in another order.
-UNIT := golden_models golden_iddpm golden_rflow golden_vae golden_vae_v13 \
+UNIT := golden_values golden_models golden_blocks golden_iddpm golden_rflow golden_vae golden_vae_v13 \
 	golden_guidance_v13 attention conditioning encoded_text \
 	encoders frame_masks masks resolutions
 

@@ -31,7 +31,14 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["opensora_sp", "opensora_sp.*"]),
     # Through the link opensora_sp/configs, so that the repository has one copy.
-    package_data={"opensora_sp": ["configs/**/*.py", "configs/**/*.txt", "studio/studio.*"]},
+    package_data={
+        "opensora_sp": [
+            "configs/**/*.py",
+            "configs/**/*.txt",
+            "shipped_models/*/*",
+            "studio/studio.*",
+        ]
+    },
     python_requires=">=3.11,<3.15",
     install_requires=[
         "av",

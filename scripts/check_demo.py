@@ -10,6 +10,7 @@ Legend: N clips, D numbers of one clip's latents, B samples.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,12 +79,18 @@ def main() -> None:
     parser.add_argument(
         "--heldout", default="data/toy_heldout/clips.csv", help="manifest of held-out clips"
     )
+    parser.add_argument(
+        "--prompts", type=int, metavar="N", help="only judge samples of N captions of each kind"
+    )
     args = parser.parse_args()
 
     with report_errors():
-        train_cfg = load_train_config(args.train_config)
         sample_cfg = load_inference_config(args.sample_config)
-        checks = check_run(args.run_dir, train_cfg, sample_cfg, args.heldout)
+        if args.prompts:
+            checks = check_samples(args.run_dir, sample_cfg, args.prompts)
+        else:
+            train_cfg = load_train_config(args.train_config)
+            checks = check_run(args.run_dir, train_cfg, sample_cfg, args.heldout)
 
     for check in checks:
         print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
@@ -94,22 +101,21 @@ def check_run(
     run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig, heldout: str
 ) -> list[Check]:
     """All checks of a finished demo; writes its samples to ``check.png`` and ``check.gif``."""
-    weights = find_weights(run_dir, ema=True)
-    pipeline = build_pipeline(sample_cfg, weights, SequenceMesh(1), torch.device("cpu"))
-
+    pipeline = load_pipeline(run_dir, sample_cfg)
     assert train_cfg.dataset.manifest is not None
     train, _ = encode_all(pipeline, train_cfg, train_cfg.dataset.manifest)
     held_out, texts = encode_all(pipeline, train_cfg, heldout)
 
-    clips = held_out_clips(NUM_CLIPS)
+    clips = captioned_clips(NUM_CLIPS, held_out=True)
     prompts = [clip.caption for clip in clips]
     videos = sample(pipeline, prompts)
     shown = list(zip(prompts, videos, strict=True))
     write_contact_sheet(run_dir / "check.png", shown)
     write_animation(run_dir / "check.gif", shown, sample_cfg.fps)
 
+    sessions = (run_dir / "sessions.jsonl").read_text(encoding="utf-8").splitlines()
     return [
-        check_how_it_ran(read_json(run_dir / "summary.json")),
+        check_how_it_ran(read_json(run_dir / "summary.json"), sessions),
         check_loss_fell(np.array([line["loss"] for line in read_metrics(run_dir)])),
         *check_against_linear(pipeline.process, model_predictor(pipeline, texts), train, held_out),
         check_decoded(pipeline.vae, clips, sample_cfg),
@@ -117,11 +123,36 @@ def check_run(
     ]
 
 
-def check_how_it_ran(summary: dict) -> Check:
-    """The run was sequence-parallel on two ranks and read mp4 files."""
-    files = summary["files_read"]
-    ok = summary["sp_size"] == 2 and summary["switches"] > 0 and files.get(".mp4", 0) > 0
-    detail = f"sp_size {summary['sp_size']}, {summary['switches']} switches, files read {files}"
+def check_samples(run_dir: Path, sample_cfg: InferenceConfig, number: int) -> list[Check]:
+    """The attributes of samples of ``number`` held-out captions, and of as many others.
+
+    Writes the first held-out ones to ``check.gif``.
+    """
+    pipeline = load_pipeline(run_dir, sample_cfg)
+    checks = []
+    for name, held_out in (("trained", False), ("held out", True)):
+        clips = captioned_clips(number, held_out=held_out)
+        prompts = [clip.caption for clip in clips]
+        videos = sample(pipeline, prompts)
+        checks += check_attributes(name, list(map(judge, videos)), clips)
+
+    shown = list(zip(prompts, videos, strict=True))
+    write_animation(run_dir / "check.gif", shown[:NUM_CLIPS], sample_cfg.fps)
+    return checks
+
+
+def load_pipeline(run_dir: Path, sample_cfg: InferenceConfig) -> Pipeline:
+    """The model of a run, or of a folder of weights, on one process."""
+    weights = find_weights(run_dir, ema=True)
+    return build_pipeline(sample_cfg, weights, SequenceMesh(1), torch.device("cpu"))
+
+
+def check_how_it_ran(summary: dict, sessions: Sequence[str]) -> Check:
+    """The run was sequence-parallel, first on two ranks, and read mp4 files."""
+    files, sizes = summary["files_read"], [json.loads(line)["sp_size"] for line in sessions]
+    is_parallel = sizes[0] == 2 and min(sizes) > 1 and summary["switches"] > 0
+    ok = is_parallel and files.get(".mp4", 0) > 0
+    detail = f"sp_size {sizes}, {summary['switches']} switches, files read {files}"
     return Check("sequence-parallel, from mp4 files", ok, detail)
 
 
@@ -192,7 +223,7 @@ class LinearPredictor:
 
 
 def check_attributes(name: str, seen: Sequence[Seen], clips: Sequence[ToyClip]) -> list[Check]:
-    """Of 16 videos, at least ``LEAST_RIGHT`` show each attribute of the clips."""
+    """Of 16 videos, at least ``LEAST_RIGHT`` show each attribute of the clips; so of others."""
     checks = []
     for attribute, least in LEAST_RIGHT.items():
         wanted = [getattr(clip, attribute) for clip in clips]
@@ -201,7 +232,9 @@ def check_attributes(name: str, seen: Sequence[Seen], clips: Sequence[ToyClip]) 
 
         right = len(wanted) - len(wrong)
         detail = f"{right} of {len(wanted)}" + (f" ({', '.join(wrong)})" if wrong else "")
-        checks.append(Check(f"{name}: {attribute}", right >= least, detail))
+        checks.append(
+            Check(f"{name}: {attribute}", right * NUM_CLIPS >= least * len(wanted), detail)
+        )
     return checks
 
 
@@ -220,24 +253,24 @@ def check_decoded(vae: LatentEncoder, clips: Sequence[ToyClip], cfg: InferenceCo
     return Check("judge of encoded and decoded clips", not wrong, detail)
 
 
-def held_out_clips(number: int) -> list[ToyClip]:
-    """Clips with different captions, none of which training sets have.
+def captioned_clips(number: int, *, held_out: bool) -> list[ToyClip]:
+    """Clips with different captions, all or none of which training sets leave out.
 
     Raises:
         ValueError: if there are fewer such captions.
     """
-    most = sum(map(is_held_out, toy_captions()))
+    most = sum(is_held_out(caption) == held_out for caption in toy_captions())
     if number > most:
         raise ValueError(
-            f"got {number} held-out clips to draw; expected at most {most}, the captions that "
-            "training sets do not have; lower NUM_CLIPS"
+            f"got {number} clips to draw; expected at most {most}, the captions that training "
+            f"sets {'leave out' if held_out else 'have'}; lower --prompts"
         )
 
     clips: dict[str, ToyClip] = {}
     for clip in (toy_clip(CLIP_SEED, index) for index in count()):
         if len(clips) == number:
             break
-        if is_held_out(clip.caption):
+        if is_held_out(clip.caption) == held_out:
             clips[clip.caption] = clip
     return list(clips.values())
 

@@ -106,8 +106,8 @@ MUTATIONS = [
     Mutation(
         "clipping by the local norm",
         "opensora_sp/plugin/zero_optimizer.py",
-        "squares = total.float()\n        dist.all_reduce(squares)",
-        "squares = total.float()",
+        "        dist.all_reduce(squares)\n",
+        "",
         ("tests/distributed/test_optimizer_step.py",),
     ),
     Mutation(
@@ -167,9 +167,17 @@ MUTATIONS = [
     Mutation(
         "a scale of LoRA that backward ignores",
         "opensora_sp/models/adapted_linear.py",
-        "down = self.scaling[name] * a(x)",
-        "down = a(x) + (self.scaling[name] - 1) * a(x).detach()",
+        "down = self.scaling[name] * F.linear(x, columns)",
+        "down = F.linear(x, columns)\n"
+        "        down = down + (self.scaling[name] - 1) * down.detach()",
         ("tests/unit/test_adapters.py::test_no_linear_layer_leaves_its_adapter_out",),
+    ),
+    Mutation(
+        "dropout of adapters that differs between ranks",
+        "opensora_sp/training/trainable.py",
+        'generator(self.seed, "lora_dropout", micro_batch)',
+        'generator(self.seed, "lora_dropout", micro_batch, dist.get_rank())',
+        ("tests/distributed/test_lora.py::test_gradients_of_adapters_are_those_of_one_process",),
     ),
     Mutation(
         "true latents replaced after the first rank",

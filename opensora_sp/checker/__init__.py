@@ -5,16 +5,6 @@ and a function that applies the parallelism.
 """
 
 from .check import check_parallel
-from .definition import Applied, Cut, DefinitionError, Heads
-from .report import Finding, ModuleDifference, Report
+from .interface import Applied, Cut, DefinitionError, Difference, Finding, Report
 
-__all__ = [
-    "Applied",
-    "DefinitionError",
-    "Cut",
-    "Finding",
-    "Heads",
-    "ModuleDifference",
-    "Report",
-    "check_parallel",
-]
+__all__ = ["Applied", "Cut", "DefinitionError", "Difference", "Finding", "Report", "check_parallel"]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .definition import DefinitionError, load_definition
-from .gradients import Gradients, reductions
-from .layouts import Match, distance, match
-from .ranks import run_as_rank, run_ranks
+from .interface import DefinitionError, Difference, Finding, Report
+from .layouts import distance, match, partitions, wide
 from .recording import OUTPUT
-from .report import Finding, ModuleDifference, Report
-from .run import RankResult, Work
+from .run import RankResult, Work, run_ranks
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in BOUNDS}
@@ -42,8 +39,7 @@ def check_parallel(
 ) -> Report:
     """Compare a model on P ranks, under somebody's parallelism, with the same model on one.
 
-    The ranks are processes of this host, which the check starts; where there is a process group, as
-    under torchrun, they are its ranks, which all call it and get the same report.
+    The ranks are processes of this host, which the check starts.
 
     Args:
         definition: a file's path, or an object (such as a module) with ``build() -> nn.Module``,
@@ -52,11 +48,10 @@ def check_parallel(
             ``Applied`` or how gradients are reduced, and optionally ``step(model, batch)``, which
             returns "loss", "gradient_norm", "validation_loss", or some of them, and leaves the
             weights as they are.
-        ranks: P, 2 or more, unless there is a process group.
+        ranks: P, 2 or more.
         dtype: of weights and inputs. In float64, casts to lower precisions are lifted to it.
         seconds: after which a rank that has not ended is waiting.
-        device: "cpu" (gloo), or "cuda" (NCCL; gloo if there are fewer GPUs than ranks); with a
-            process group, the device of its rank.
+        device: "cpu" (gloo), or "cuda" (NCCL; gloo if there are fewer GPUs than ranks).
 
     Raises:
         DefinitionError (a ValueError): if the definition cannot be checked.
@@ -66,17 +61,10 @@ def check_parallel(
             f"got dtype {dtype!r} and {ranks} ranks; expected one of {', '.join(DTYPES)}, and 2 "
             "ranks or more; change them"
         )
-    functions = load_definition(definition)
-    work = Work(definition, ranks, seed, DTYPES[dtype], device, seconds)
     report = Report(ranks)
-    if dist.is_initialized():
-        work.definition, report.ranks = functions, dist.get_world_size()
-        results = run_as_rank(work)
-    else:
-        started = run_ranks(work)
-        report.findings = [rank.finding for rank in started if rank.finding]
-        results = [rank.result for rank in started if rank.result]
-
+    outcomes = run_ranks(Work(definition, ranks, seed, DTYPES[dtype], device, seconds))
+    report.findings = [outcome for outcome in outcomes if isinstance(outcome, Finding)]
+    results = [outcome for outcome in outcomes if isinstance(outcome, RankResult)]
     if not report.findings:
         comparison = Comparison(results, report)
         comparison.compare_modules()
@@ -92,7 +80,6 @@ class Comparison:
     def __init__(self, results: list[RankResult], report: Report) -> None:
         self.results, self.report = results, report
         self.reference, self.exact = results[0].reference, results[0].exact
-        self.applied = results[0].applied
         self.traces = [result.parallel for result in results]
         used = [trace.lowest for trace in (self.reference, *self.traces)]
         lowest = max(used, key=lambda dtype: torch.finfo(dtype).eps)
@@ -102,64 +89,51 @@ class Comparison:
     def compare_modules(self) -> None:
         """List the modules whose outputs differ, in the order of the forward pass."""
         report = self.report
-        for name, tensors in self.reference.outputs.items():
-            rank_tensors = [trace.outputs.get(name, []) for trace in self.traces]
-            if any(len(outputs) != len(tensors) for outputs in rank_tensors):
-                report.not_compared.append(f"{name}: not called alike on the ranks")
-                continue
-
-            rows = [
-                self._difference(name, index, tensor, [outputs[index] for outputs in rank_tensors])
-                for index, tensor in enumerate(tensors)
-            ]
-            if None in rows:
-                shapes = [list(outputs[rows.index(None)].shape) for outputs in rank_tensors]
+        for key, tensor in self.reference.outputs.items():
+            name = key[0]
+            parts = [trace.outputs[key] for trace in self.traces if key in trace.outputs]
+            bound, layout = self._bound(tensor, self.exact.outputs[key]), None
+            if len(parts) == len(self.traces):
+                # Without the number of the call.
+                module = name.split(" ")[0]
+                declared = self.results[0].applied.layouts.get(module)
+                layout = match(tensor, parts, bound, declared, is_final=module == OUTPUT)
+            if layout is None:
+                shapes = [list(part.shape) for part in parts]
                 report.not_compared.append(f"{name}: {shapes} on the ranks")
-            worst = max(filter(None, rows), key=lambda row: row.error / row.bound, default=None)
-            if worst is not None and worst.error > worst.bound:
-                report.modules.append(worst)
+            elif layout.error > bound:
+                report.modules.append(Difference(name, layout.error, bound, layout.layout))
 
         report.compared = 1 - len(report.not_compared) / len(self.reference.outputs)
         report.first_module = report.modules[0].name if report.modules else None
 
-    def _difference(
-        self, name: str, index: int, tensor: Tensor, parts: list[Tensor]
-    ) -> ModuleDifference | None:
-        """The error of an output; None if no layout explains its shapes."""
-        module = name.split(" ")[0]
-        bound = self._bound(tensor, self.exact.outputs[name][index])
-        declared, is_final = self.applied.layouts.get(module), module == OUTPUT
-        layout = match(tensor, parts, bound, declared=declared, is_final=is_final)
-        if layout is None and is_final:
-            layout = Match(float("inf"), f"{[list(part.shape) for part in parts]} on the ranks")
-        return layout and ModuleDifference(name, layout.error, bound, layout.layout)
-
     def compare_gradients(self) -> None:
         """List the parameters and inputs whose gradients differ, and find the reduction."""
         parameters = self._gradients("gradients")
-        reduction = parameters.infer(reductions(len(self.traces), self.applied.gradients))
-        self.report.reduction = str(reduction)
-        self.report.gradients = parameters.kinds(reduction)
+        tried = reductions(len(self.traces), self.results[0].applied.gradients)
+        reduction = infer_reduction(parameters, tried)
+        self.report.reduction = reduction.name
+        self.report.gradients = kinds_of(parameters, reduction)
 
         # Nobody has to reduce an input's gradient: it is whole on each rank, or is reduced as the
         # parameters' gradients are or would be.
         inputs = self._gradients("inputs")
         others = reductions(len(self.traces), None if reduction.name == "none" else "none")
-        self.report.inputs = inputs.kinds(inputs.infer([reduction, *others]))
+        self.report.inputs = kinds_of(inputs, infer_reduction(inputs, [reduction, *others]))
 
-    def _gradients(self, kind: str) -> Gradients:
-        exact = getattr(self.exact, kind)
+    def _gradients(self, kind: str) -> dict[str, Gradient]:
+        reference, exact = getattr(self.reference, kind), getattr(self.exact, kind)
         ranks = [getattr(trace, kind) for trace in self.traces]
-        reference = {
-            name: gradient
-            for name, gradient in getattr(self.reference, kind).items()
-            if gradient is not None and all(name in gradients for gradients in ranks)
-        }
-        sizes = [float(gradient.abs().max()) for gradient in reference.values()]
-        floor = CANCELLED * max(sizes, default=0.0)
-        bounds = {name: self._bound(reference[name], exact[name], floor) for name in reference}
-        parts = {name: [gradients[name] for gradients in ranks] for name in reference}
-        return Gradients(reference, parts, bounds, floor)
+        names = [name for name in reference if all(name in gradients for gradients in ranks)]
+        sizes = {name: float(reference[name].abs().max()) for name in names}
+        floor = CANCELLED * max(sizes.values(), default=0.0)
+
+        gradients: dict[str, Gradient] = {}
+        for name in names:
+            tolerance = self._bound(reference[name], exact[name], floor) * max(sizes[name], floor)
+            parts = [wide(rank[name]) for rank in ranks]
+            gradients[name] = Gradient(wide(reference[name]), parts, tolerance)
+        return gradients
 
     def compare_results(self) -> None:
         """Compare the numbers of ``step``: each rank's, or a loss that is reduced as gradients."""
@@ -178,12 +152,12 @@ class Comparison:
     def compare_repetitions(self) -> None:
         """Findings of runs that must give the same again, and of bytes that change nothing."""
         for kind, text in REPEATS.items():
-            error = max(result.repeats.get(kind, 0.0) for result in self.results)
+            error = max(result.repeats[kind] for result in self.results)
             if error > self.bound:
                 self.report.findings.append(Finding(kind, f"{text} (by {error:.1e})"))
 
         num_bytes: Counter[tuple[str, str | None]] = Counter()
-        for exchanges in zip(*(result.exchanges for result in self.results)):
+        for exchanges in zip(*(trace.exchanges for trace in self.traces)):
             if len({exchange.digest for exchange in exchanges}) == 1:
                 num_bytes[exchanges[0].operation, exchanges[0].module] += exchanges[0].num_bytes
         for (operation, module), count in num_bytes.items():
@@ -193,3 +167,68 @@ class Comparison:
     def _bound(self, tensor: Tensor, exact: Tensor, floor: float = 0.0) -> float:
         """The error that rounding explains: of the precision, or a multiple of one process's."""
         return max(self.bound, min(ROUNDING * distance(tensor, exact, floor), 1.0))
+
+
+class Reduction(NamedTuple):
+    """A way to make the gradients of one process from the gradients of groups of ranks."""
+
+    name: str
+    groups: Sequence[Iterable[int]]
+
+    def reduce(self, parts: list[Tensor]) -> list[Tensor]:
+        """The gradient of each group; of each rank, if nothing is reduced."""
+        grouped = [torch.stack([parts[rank] for rank in group]) for group in self.groups]
+        return [x.mean(0) if self.name.startswith("mean") else x.sum(0) for x in grouped]
+
+
+def reductions(num_ranks: int, declared: str | None) -> list[Reduction]:
+    """The one that is declared, or all that are tried, in the order of preference."""
+    tried = [Reduction("none", [[rank] for rank in range(num_ranks)])]
+    for where, groups in partitions(num_ranks):
+        tried += [Reduction(name + where, groups) for name in ("mean", "sum")]
+    return [reduction for reduction in tried if declared in (None, reduction.name)]
+
+
+class Gradient(NamedTuple):
+    """A gradient of one process and of each rank, all in float64.
+
+    Attributes:
+        tolerance: largest difference that rounding explains.
+    """
+
+    reference: Tensor
+    parts: list[Tensor]
+    tolerance: float
+
+    def kind(self, reduction: Reduction) -> str | None:
+        """How it differs after the reduction; None if it does not."""
+        if any(part.shape != self.reference.shape for part in self.parts):
+            return "different"
+        size = len(self.parts)
+        factors = {None: 1.0, "times P": size, "divided by P": 1 / size, "sign": -1.0, "missing": 0}
+
+        def kind_of(gradient: Tensor) -> str | None:
+            for kind, factor in factors.items():
+                difference = (gradient - self.reference * factor).abs().max()
+                if difference <= self.tolerance * max(factor, 1):
+                    return kind
+            return "different"
+
+        kinds = {kind_of(gradient) for gradient in reduction.reduce(self.parts)} - {None}
+        return "different" if len(kinds) > 1 else next(iter(kinds), None)
+
+
+def kinds_of(gradients: Mapping[str, Gradient], reduction: Reduction) -> dict[str, str]:
+    """The kind of each gradient that differs."""
+    kinds = {name: gradient.kind(reduction) for name, gradient in gradients.items()}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def infer_reduction(gradients: Mapping[str, Gradient], tried: Iterable[Reduction]) -> Reduction:
+    """The reduction that makes most gradients equal, then explains most of the others."""
+
+    def unexplained(reduction: Reduction) -> tuple[int, int]:
+        kinds = [*kinds_of(gradients, reduction).values()]
+        return len(kinds), kinds.count("different")
+
+    return min(tried, key=unexplained)

@@ -7,15 +7,13 @@ the reference is the layout; otherwise it is the nearest of those that the shape
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .definition import Cut, Layout
-
-MAX_ROWS = 4096  # of an axis whose rows are looked for in any order
+from .interface import Cut, Layout
 
 
 class Match(NamedTuple):
@@ -23,9 +21,6 @@ class Match(NamedTuple):
 
     error: float
     layout: str
-
-
-Candidate = tuple[str, list[Tensor]]
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -46,23 +41,18 @@ def distance(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 def partitions(num_ranks: int) -> Iterator[tuple[str, list[range]]]:
     """Ways to group the ranks: all, then consecutive ranks and equal strides, largest first."""
-    for size in range(num_ranks, 1, -1):
+    yield "", [range(num_ranks)]
+    for size in range(num_ranks // 2, 1, -1):
         count, rest = divmod(num_ranks, size)
         if not rest:
-            where = f" over {size} consecutive ranks" if count > 1 else ""
-            yield where, [range(start, start + size) for start in range(0, num_ranks, size)]
-        if not rest and count > 1:
+            starts = range(0, num_ranks, size)
+            yield f" over {size} consecutive ranks", [range(n, n + size) for n in starts]
             strided = [range(start, num_ranks, count) for start in range(count)]
             yield f" over {size} ranks in steps of {count}", strided
 
 
 def match(
-    reference: Tensor,
-    parts: list[Tensor],
-    bound: float,
-    *,
-    declared: Layout | None = None,
-    is_final: bool = False,
+    reference: Tensor, parts: list[Tensor], bound: float, declared: Layout | None, *, is_final: bool
 ) -> Match | None:
     """The layout of the ranks' parts; None if there is none of their shapes.
 
@@ -70,42 +60,42 @@ def match(
         bound: of the error, up to which tensors are equal.
         is_final: no reordered rows and no partial sums, which a later module would mend.
     """
-    nearest: Match | None = None
-    for layout, gathered in _candidates(reference, parts, declared):
-        error = max(distance(tensor, reference) for tensor in gathered)
-        if nearest is None or error < nearest.error:
-            nearest = Match(error, layout)
-    if declared is None and not is_final and nearest is not None and nearest.error > bound:
-        return next(
-            (late for late in _mended_later(reference, parts) if late.error <= bound), nearest
-        )
-    return nearest
-
-
-def differing_axis(reference: torch.Size, shapes: Sequence[torch.Size]) -> int | None:
-    """The only axis on which a rank's shape differs from the reference's; None if not one."""
-    if any(len(shape) != len(reference) for shape in shapes):
-        return None
-    sizes = zip(*shapes)
-    axes = [axis for axis, (size, got) in enumerate(zip(reference, sizes)) if {size} != {*got}]
-    return axes[0] if len(axes) == 1 else None
+    matches = [
+        Match(max(distance(tensor, reference) for tensor in gathered), layout)
+        for layout, gathered in _candidates(reference, parts, declared)
+    ]
+    # A final output is compared whatever its shape is.
+    unknown = Match(math.inf, f"{[list(part.shape) for part in parts]} on the ranks")
+    nearest = min(matches, default=unknown if is_final else None)
+    if nearest is None or nearest.error <= bound or declared or is_final:
+        return nearest
+    mended = _mended_later(reference, parts)
+    return mended if mended.error <= bound else nearest
 
 
 def _candidates(
     reference: Tensor, parts: list[Tensor], declared: Layout | None
-) -> Iterator[Candidate]:
+) -> Iterator[tuple[str, list[Tensor]]]:
     """Layouts that the shapes allow, each with the tensors that it gathers."""
-    shapes = [part.shape for part in parts]
-    axis = differing_axis(reference.shape, shapes)
+    axis = _differing_axis(reference, parts)
     if isinstance(declared, Cut):
         yield f"cut on axis {declared.dim}", [torch.cat(parts, declared.dim)]
-    elif declared or all(shape == reference.shape for shape in shapes):
+    elif declared or all(part.shape == reference.shape for part in parts):
         yield "replicated", parts
     elif axis is not None:
         yield from _cuts(parts, axis, reference.shape[axis])
 
 
-def _cuts(parts: list[Tensor], axis: int, size: int) -> Iterator[Candidate]:
+def _differing_axis(reference: Tensor, parts: list[Tensor]) -> int | None:
+    """The only axis on which a rank's shape differs from the reference's; None if not one."""
+    if any(part.ndim != reference.ndim for part in parts):
+        return None
+    sizes = zip(*(part.shape for part in parts))
+    axes = [axis for axis, size in enumerate(sizes) if {*size} != {reference.shape[axis]}]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _cuts(parts: list[Tensor], axis: int, size: int) -> Iterator[tuple[str, list[Tensor]]]:
     """Cuts of an axis, whole or not, of ``size`` in one process."""
     name, sizes = f"cut on axis {axis}", [part.shape[axis] for part in parts]
     for where, groups in partitions(len(parts)):
@@ -133,18 +123,13 @@ def _cuts(parts: list[Tensor], axis: int, size: int) -> Iterator[Candidate]:
         yield f"{name}, its last {shared} replicated", gathered
 
 
-def _mended_later(reference: Tensor, parts: list[Tensor]) -> Iterator[Match]:
+def _mended_later(reference: Tensor, parts: list[Tensor]) -> Match:
     """Layouts that only the contents show: partial sums, and rows in another order."""
-    axis = differing_axis(reference.shape, [part.shape for part in parts])
+    axis = _differing_axis(reference, parts)
     if axis is None:
         total = torch.stack([wide(part) for part in parts]).sum(0)
-        yield Match(distance(total, wide(reference)), "partial sums")
-        return
-    whole = torch.cat(parts, axis)
-    if whole.shape == reference.shape and reference.shape[axis] <= MAX_ROWS:
-        got, expected = (wide(x).movedim(axis, 0).flatten(1) for x in (whole, reference))
-        distances = torch.cdist(got, expected, p=math.inf)
-        # Each row of one side is somewhere on the other.
-        error = max(float(distances.amin(0).max()), float(distances.amin(1).max()))
-        scale = float(expected.abs().max())
-        yield Match(error / (scale or 1.0), f"cut on axis {axis}, in another order")
+        return Match(distance(total, wide(reference)), "partial sums")
+    joined = torch.cat(parts, axis)
+    # Sorted, entries lie as near to each other as the rows that they come from.
+    ordered, expected = (wide(x).sort(axis).values for x in (joined, reference))
+    return Match(distance(ordered, expected), f"cut on axis {axis}, in another order")

@@ -9,17 +9,14 @@ import sys
 from opensora_sp.checker import check_parallel
 from opensora_sp.common.console import Parser
 
-OPTIONS = ("ranks", "seed", "dtype", "seconds", "device")
-
 
 def parser() -> argparse.ArgumentParser:
     parser = Parser()
     add = parser.add_argument
-    definition = (
-        "Python file with build() -> model, batch(seed) -> keyword arguments, apply(model, group) "
-        "and optionally step(model, batch) -> loss, gradient_norm, validation_loss"
+    functions = (
+        "Python file with build(), batch(seed), apply(model, group), optionally step(model, batch)"
     )
-    add("file", metavar="FILE", help=definition)
+    add("file", metavar="FILE", help=functions)
     add("--ranks", type=int, default=2, metavar="P", help="processes to compare with one")
     add("--json", action="store_true", help="the whole report as JSON")
     dtype = "of weights and inputs: float64 (default), with lower casts lifted, float32, bfloat16"
@@ -34,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     """Print the report; exits with 1 where the results differ."""
-    options = {name: getattr(args, name) for name in OPTIONS}
-    report = check_parallel(args.file, **options)
+    names = ("ranks", "seed", "dtype", "seconds", "device")
+    report = check_parallel(args.file, **{name: getattr(args, name) for name in names})
     text = json.dumps(report.to_dict(), indent=1) if args.json else str(report)
     sys.stdout.write(text + "\n")
     if not report.ok:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,16 +72,12 @@ def run_model_plan(args: argparse.Namespace) -> None:
 
     overrides = map(parse_override, args.cfg_options)
     changes = {".".join(map(str, key)): setting for key, setting in overrides}
-    height, width = args.size
-    batch = Batch(1, args.frames, height, width, args.text_length)
+    batch = Batch(1, args.frames, *args.size, args.text_length)
     estimates: list[StepEstimate] = []
-    for lora in (None, args.lora_rank):
-        for checkpointing in (False, True):
-            model = build(args.config, changes)
-            step = estimate(
-                model, batch, gpus=args.gpus, ranks=ranks, lora=lora, checkpointing=checkpointing
-            )
-            estimates.append(step)
+    for lora, checkpointing in product((None, args.lora_rank), (False, True)):
+        model = build(args.config, changes)
+        settings = dict(lora=lora, checkpointing=checkpointing)
+        estimates.append(estimate(model, batch, gpus=args.gpus, ranks=ranks, **settings))
 
     if args.json:
         numbers = [dataclasses.asdict(step) for step in estimates]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from opensora_sp.common.console import add_allow_pickle, config_arguments
+from opensora_sp.common.files import shipped_model
 from opensora_sp.config import InferenceConfig, load_inference_config
 from opensora_sp.runtime.rendezvous import raise_on_all_ranks
 from opensora_sp.sampling import read_prompts, sample
@@ -68,12 +70,16 @@ def config_of(arguments: argparse.Namespace) -> InferenceConfig:
     if prompts:
         values["prompts"] = prompts
 
-    return load_inference_config(args["config"], args["cfg_options"], values)
+    config: str | Path = args["config"]
+    model = shipped_model(args["config"])
+    if model is not None:
+        config, values = model / "sample.py", {"ckpt": str(model)} | values
+    return load_inference_config(config, args["cfg_options"], values)
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``opensora-sp sample``."""
-    parser = config_arguments()
+    parser = config_arguments(instead="; or the name of a model of the package: toy")
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable"
     )

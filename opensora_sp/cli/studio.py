@@ -13,8 +13,8 @@ from opensora_sp.common.console import Parser
 def parser() -> argparse.ArgumentParser:
     parser = Parser()
     add = parser.add_argument
-    runs = "folders that hold runs; no others are read (default: outputs)"
-    add("runs", nargs="*", default=["outputs"], metavar="FOLDER", help=runs)
+    runs = "folders that hold runs; no others are read (default: outputs, if there is one)"
+    add("runs", nargs="*", metavar="FOLDER", help=runs)
     outputs = "folder for sampled videos and uploads (default: studio)"
     add("--outputs", default="studio", metavar="DIR", help=outputs)
     add("--nproc", type=int, default=1, metavar="N", help="processes that sample (default: 1)")
@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> None:
     check_extra("studio", "gradio", setting="opensora-sp studio", instead=instead)
     if args.nproc < 1:
         raise ValueError(f"got --nproc {args.nproc}; expected at least 1; raise it")
-    for folder in args.runs:
+    runs = args.runs or [path for path in ("outputs",) if Path(path).is_dir()]
+    for folder in runs:
         if not Path(folder).is_dir():
             raise ValueError(
                 f"got {folder!r}, which is no folder; expected one that holds runs; pass the "
@@ -54,5 +55,5 @@ def run(args: argparse.Namespace) -> None:
     from opensora_sp.studio.server import run as serve
 
     check_writable(Path(args.outputs), "--outputs")
-    folders = Folders(args.runs, args.outputs)
+    folders = Folders(runs, args.outputs)
     serve(folders, nproc=args.nproc, host=args.host, port=args.port)

@@ -90,11 +90,15 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def config_arguments(*, needs_config: bool = True) -> argparse.ArgumentParser:
-    """A parser with the two arguments that every script takes: the config, and overrides of it."""
+def config_arguments(*, needs_config: bool = True, instead: str = "") -> argparse.ArgumentParser:
+    """A parser with the two arguments that every script takes: the config, and overrides of it.
+
+    Args:
+        instead: what a command takes in place of a config, for its help.
+    """
     parser = Parser()
     number = None if needs_config else "?"
-    parser.add_argument("config", nargs=number, help=CONFIG_HELP)
+    parser.add_argument("config", nargs=number, help=CONFIG_HELP + instead)
     add_cfg_options(parser)
     return parser
 

@@ -5,7 +5,7 @@ times its bytes in memory, and JSON that is nested too deeply ends in a Recursio
 parser or later where it is compared, copied or written again. Only regular files are opened,
 without waiting. A path under ``configs/`` works in every folder: where there is no such file, the
 file of the package is taken (``opensora_sp/configs`` is a link in the repository, and a folder in
-a wheel).
+a wheel). Models of the package have a name instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from .importing import nearest
 
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
@@ -156,6 +158,29 @@ def or_shipped(path: str | Path) -> Path:
 def shipped_name(path: Path) -> str:
     """``configs/...``, under which ``or_shipped`` finds a file of the package."""
     return f"{FOLDER}/{path.relative_to(SHIPPED).as_posix()}"
+
+
+def shipped_models() -> list[Path]:
+    """Folders of the package's models: weights, and ``sample.py`` to sample from them."""
+    configs = Path(__file__).resolve().parents[1].glob("shipped_models/*/sample.py")
+    return sorted(config.parent for config in configs)
+
+
+def shipped_model(name: str) -> Path | None:
+    """Folder of the package's model ``name``; None for the path of a file or of a folder.
+
+    Raises:
+        ValueError: if ``name`` is neither.
+    """
+    models = {folder.name: folder for folder in shipped_models()}
+    path = Path(name)
+    if name in models or path.exists() or path.suffix or len(path.parts) > 1:
+        return models.get(name)
+
+    raise ValueError(
+        f"got {name!r}, which is neither a file nor a model of the package; expected a .py config "
+        f"(with --ckpt PATH), or one of {', '.join(models)}; {nearest(name, models)}"
+    )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class AdaptedLinear(Linear):
         rank: of A and B.
         alpha: scale of the adapter, times ``rank``, or its root with ``use_rslora``.
         dropout: rate of ``FeatureDropout``.
+        kind: ``use_rslora`` and ``use_dora`` of peft's config.
     """
 
     def __init__(
@@ -37,12 +38,10 @@ class AdaptedLinear(Linear):
         rank: int,
         alpha: float,
         dropout: float = 0.0,
-        use_rslora: bool = False,
-        use_dora: bool = False,
+        **kind: bool,
     ) -> None:
-        config = LoraConfig(use_rslora=use_rslora, use_dora=use_dora)
         # alpha is annotated as int, and only divided.
-        super().__init__(layer, name, config, r=rank, lora_alpha=alpha)  # type: ignore
+        super().__init__(layer, name, LoraConfig(**kind), r=rank, lora_alpha=alpha)  # type: ignore
         if dropout > 0:
             self.lora_dropout[name] = FeatureDropout(layer.in_features, dropout)
 

@@ -1,7 +1,7 @@
 """Int8 weights of frozen linear layers, by torchao, for the training of adapters.
 
-A weight ``[out, in]`` becomes int8 numbers and a float32 scale for each row. The product is that of
-the dequantised weight, in plain torch on any device. It saves the int8 weight for backward.
+A weight ``[out, in]`` becomes int8 numbers and a float32 scale for each row. Products
+take the dequantised weight, in plain torch on any device, and save the int8 one for backward.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .name_patterns import chosen
-
-# The layers that hold nearly all weights of a model.
-QUANTIZED = ("*blocks.*",)
+from .lora import DEFAULT_TARGETS, target_layers
 
 
 class Int8Linear(nn.Linear):
@@ -41,26 +38,21 @@ def quantize_blocks(model: nn.Module) -> None:
     Raises:
         ValueError: if torchao is not installed.
     """
-    check_torchao()
-    # Imports torchao, an optional dependency that takes a second.
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    layers = [model.get_submodule(name) for name in chosen(linear, QUANTIZED)]
-    model.requires_grad_(False)
-    for layer in layers:
-        # It sets options of the compiler otherwise, for the whole process.
-        quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
-        layer.__class__ = Int8Linear
-
-
-def check_torchao() -> None:
-    """Raise ValueError if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise ValueError(
             "got lora.quantize 'int8' without the package torchao; expected it to be installed; "
             "run pip install 'opensora-sp[quantized]', or remove lora.quantize"
         )
+    # Imports torchao, an optional dependency that takes a second.
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model.requires_grad_(False)
+    # The layers of blocks hold nearly all weights of a model.
+    for name in target_layers(model, DEFAULT_TARGETS):
+        layer = model.get_submodule(name)
+        # It sets options of the compiler otherwise, for the whole process.
+        quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
+        layer.__class__ = Int8Linear
 
 
 def stored_tensors(tensor: Tensor) -> dict[str, Tensor]:

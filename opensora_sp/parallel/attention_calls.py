@@ -29,10 +29,6 @@ class Attention:
     settings: Mapping[str, Any]
     heads_first: bool
 
-    @property
-    def is_causal(self) -> bool:
-        return bool(self.settings.get("is_causal"))
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         with _handling(None):
             out = self.function(

@@ -124,17 +124,13 @@ def _hunyuan_video(model: Any) -> TokenPlan:
         name = type(model).__name__
         _refuse(name, "image_condition_type='token_replace'", "each rank would replace its first")
     streams = ("hidden_states", "encoder_hidden_states")
-    mask = Cut(3, 4, streams)
-    rotary = Cut(0, 2)
+    mask, rotary = Cut(3, 4, streams), Cut(0, 2)
     first = {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS}
-    every = {"attention_mask": mask, "freqs_cis": rotary, "image_rotary_emb": rotary}
     return TokenPlan(
         inputs={
             "transformer_blocks.0": first,
-            "transformer_blocks.*": {k: every[k] for k in ("attention_mask", "freqs_cis")},
-            "single_transformer_blocks.*": {
-                k: every[k] for k in ("attention_mask", "image_rotary_emb")
-            },
+            "transformer_blocks.*": {"attention_mask": mask, "freqs_cis": rotary},
+            "single_transformer_blocks.*": {"attention_mask": mask, "image_rotary_emb": rotary},
         },
         gather={"proj_out": (1,)},
         attention=attentions(model),

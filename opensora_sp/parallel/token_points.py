@@ -300,18 +300,11 @@ class TokenPoints:
         return received.keeping()
 
     def _distribute(
-        self,
-        module: nn.Module,
-        arguments: dict[str, Any],
-        number: int,
-        attention: Attention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
+        self, module: nn.Module, arguments: Any, number: int, attention: Attention, *tensors: Any
     ) -> Tensor:
-        """One attention of the tokens of this rank, all ``[B, L, H, D]``."""
-        if attention.is_causal:
+        """One attention of the tokens of this rank: q, k, v ``[B, L, H, D]``, and a mask."""
+        q, k, v, mask = tensors
+        if attention.settings.get("is_causal"):
             raise ValueError(
                 f"got a causal attention in {self._name(module)!r}; expected one in both "
                 "directions: tokens are in the order of the ranks; leave the module out of the "
@@ -330,24 +323,17 @@ class TokenPoints:
             mask = self._whole_mask(module, arguments, mask, keys)
         if k.shape[2] != q.shape[2]:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-        return self._by_heads(attention, q, k, v, mask, streams, keys)
+        return self._by_heads(attention, [q, k, v], mask, streams, keys)
 
     def _by_heads(
-        self,
-        attention: Attention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        streams: Streams,
-        keys: Streams,
+        self, attention: Attention, qkv: list[Tensor], mask: Any, streams: Streams, keys: Streams
     ) -> Tensor:
         """The attention of a range of the heads of all samples, over the tokens of all ranks."""
+        q, k, v = qkv
         samples, _, heads, _ = q.shape
-        widths = [x.shape[-1] for x in (q, k, v)]
+        widths = [x.shape[-1] for x in qkv]
         if keys == streams:
-            qkv = self._to_heads(torch.cat([q, k, v], dim=-1), streams)
-            q, k, v = qkv.split(widths, dim=-1)
+            q, k, v = self._to_heads(torch.cat(qkv, dim=-1), streams).split(widths, dim=-1)
         else:
             q = self._to_heads(q, streams)
             k, v = self._to_heads(torch.cat([k, v], dim=-1), keys).split(widths[1:], dim=-1)
@@ -428,10 +414,7 @@ class TokenPoints:
             if not self.mesh.is_imagined:
                 dist.all_reduce(matches, dist.ReduceOp.MIN, group=self.mesh.host_group)
             if not matches.any():
-                raise ValueError(
-                    f"got {length} tokens in {self._name(module)!r}; expected this rank's range of "
-                    f"one or more of {ranges.lengths}; cut in the TokenPlan all that enters"
-                )
+                self._refuse_length(module, length, f"range of one or more of {ranges.lengths}")
             self._streams[key] = candidates[int(matches.argmax())]
         self._check_length(module, length, self._streams[key])
         return self._streams[key]
@@ -439,10 +422,13 @@ class TokenPoints:
     def _check_length(self, module: nn.Module, length: int, streams: Streams) -> None:
         expected = self._pass.ranges.num_seen(streams)
         if length != expected:
-            raise ValueError(
-                f"got {length} tokens in {self._name(module)!r}; expected {expected}, this rank's "
-                f"range of {streams}; cut in the TokenPlan all that enters"
-            )
+            self._refuse_length(module, length, f"{expected}, the range of {streams}")
+
+    def _refuse_length(self, module: nn.Module, length: int, expected: str) -> None:
+        raise ValueError(
+            f"got {length} tokens in {self._name(module)!r}; expected this rank's {expected}; cut "
+            "in the TokenPlan all that enters"
+        )
 
     def _check_names(self, pattern: str, signature: inspect.Signature) -> None:
         missing = [n for n in self.plan.inputs.get(pattern, {}) if n not in signature.parameters]

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from opensora_sp.common.files import read_json
 from opensora_sp.models.attention import traced_sdpa
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
-from opensora_sp.parallel.communication import record
+from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.typed import is_backward_running
 
 from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak
@@ -135,8 +131,9 @@ def estimate(
     # ModelMixin.to warns of modules that are small.
     nn.Module.to(model, dtype)
     if checkpointing:
-        model.enable_gradient_checkpointing(_checkpoint)
-    parallelize(model, SequenceMesh.imagined(ranks, ranks - 1))
+        model.enable_gradient_checkpointing()
+    mesh = SequenceMesh.imagined(ranks, ranks - 1)
+    parallelize(model, mesh)
 
     zero = Zero(gpus, 2, dtype.itemsize)
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
@@ -148,7 +145,7 @@ def estimate(
 
     # The engine learns in a first pass which blocks are recomputed.
     for _ in range(2 if checkpointing and ranks > 1 else 1):
-        trace = _Trace(GradientBucket(zero, sizes))
+        trace = _Trace(GradientBucket(zero, sizes), mesh.sp_group)
         peaks = trace.step(model, inputs)
     moment, gradients, activations = max(peaks, key=lambda peak: sum(peak[1:]))
     total = state.total + gradients + activations
@@ -167,9 +164,9 @@ def estimate(
 class _Trace(AllocatorPeak):
     """Counts live bytes, and what exchanges would send: of meta tensors they send nothing."""
 
-    def __init__(self, bucket: GradientBucket) -> None:
+    def __init__(self, bucket: GradientBucket, group: Any) -> None:
         super().__init__()
-        self.bucket, self.counter = bucket, CommLedger()
+        self.bucket, self.group, self.counter = bucket, group, CommLedger()
         self.received = self.saved = 0
 
     def step(self, model: Any, inputs: dict[str, Tensor]) -> list[tuple[str, int, int]]:
@@ -185,7 +182,9 @@ class _Trace(AllocatorPeak):
 
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
-        with self, self.counter, _GpuAttention():
+        # Replaced, not caught by a mode, which calls of ``backward`` leave.
+        sdpa = mock.patch.object(nn.functional, "scaled_dot_product_attention", _gpu_attention)
+        with self, self.counter, sdpa:
             (output,) = model(**inputs, return_dict=False)
             self.saved = self.live
             (output.float() - 1).square().mean().backward()
@@ -206,32 +205,18 @@ class _Trace(AllocatorPeak):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.opensora_sp.exchange.default:
-            tokens, _, _, send, _, _, kind, backward = args
+            tokens, _, _, send, recv, _, kind, backward = args
             # Recomputation takes what was kept.
             if backward or not is_backward_running():
-                elements = sum(send[:-1]) * math.prod(tokens.shape[1:])
-                size = tokens.element_size()
-                record(kind, backward=backward, elements=elements, element_size=size)
+                all_to_all(tokens, send, recv, self.group, kind=kind, backward=backward)
             if not is_backward_running():
                 self.received += result.nbytes
         return result
 
 
-class _GpuAttention(TorchFunctionMode):
-    """Attention by the operators of a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            q, k, v = args[:3] if args else (kwargs[name] for name in ("query", "key", "value"))
-            return traced_sdpa(q, k, v)
-        return func(*args, **kwargs)
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Recompute in the mode as well, which calls of ``backward`` leave."""
-    contexts = lambda: (nullcontext(), _GpuAttention())  # noqa: E731
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+def _gpu_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Attention by the operator of a GPU."""
+    return traced_sdpa(query, key, value)
 
 
 # The inputs of the models, as their pipelines make them.

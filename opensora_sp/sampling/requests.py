@@ -28,9 +28,8 @@ from opensora_sp.encoders import (
 )
 from opensora_sp.encoders.interface import frames_of
 
-from .prompts import Prompt, parse_prompt, prompt_of_loop
+from .prompts import Prompt, parse_prompt, prompt_of_loop, with_scores
 from .reference_frames import check_insertions
-from .scores import with_scores
 
 logger = logging.getLogger(__name__)
 NAME_CHARACTERS, NAME_BYTES = 60, 200

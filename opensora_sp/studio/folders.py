@@ -12,7 +12,7 @@ from typing import Any
 from opensora_sp.checkpoint import find_weights
 from opensora_sp.checkpoint.adapters import find_adapters
 from opensora_sp.checkpoint.paths import committed_checkpoints
-from opensora_sp.common.files import read_json
+from opensora_sp.common.files import read_json, shipped_models
 from opensora_sp.training.curves import modified
 
 from . import UPLOADS
@@ -52,7 +52,10 @@ class Result:
 
 
 class Folders:
-    """Folders of runs, and the one of what the studio writes. Lists are newest first."""
+    """Folders of runs and of the package's models, and the one of what the studio writes.
+
+    Lists are newest first.
+    """
 
     def __init__(self, runs: Sequence[str], outputs: str) -> None:
         """Make the folder of outputs, if need be."""
@@ -66,7 +69,9 @@ class Folders:
             executed: it may be code, or lie next to it: outside of the runs' folders, and among
                 uploads, it is refused.
         """
-        file, allowed = Path(path).resolve(), self.runs if executed else [*self.runs, self.outputs]
+        file, allowed = Path(path).resolve(), [*self.runs, *shipped_models()]
+        if not executed:
+            allowed.append(self.outputs)
         is_inside = any(file.is_relative_to(folder) for folder in allowed)
         if not is_inside or (executed and UPLOADS in file.parts):
             inside = " or ".join(map(str, allowed))
@@ -81,13 +86,13 @@ class Folders:
         return self._holding("metrics.jsonl")
 
     def weights(self) -> list[Path]:
-        """Runs and other folders of weights, each followed by its checkpoints."""
+        """Runs and other folders of weights, each with its checkpoints; last the package's."""
         folders = list[Path]()
         for folder in self._holding(SAMPLING):
             with suppress(ValueError, OSError):  # adapters alone, or nothing yet
                 find_weights(folder, ema=True)
                 folders += [folder, *reversed(committed_checkpoints(folder))]
-        return folders
+        return [*folders, *shipped_models()]
 
     def adapters(self) -> list[Path]:
         """Runs that have trained LoRA adapters."""

@@ -110,8 +110,8 @@ def preflight(
     # A resumed run has its weights in the checkpoint, but adapters need their base.
     if cfg.load is not None and (checkpoint is None or cfg.lora is not None):
         check_initial_weights(cfg)
-    if checkpoint is None:
-        check_start(cfg)
+    if cfg.lora is not None and checkpoint is None:
+        check_start(cfg, cfg.lora)
     if traced is not None:
         traced.check(state.get("step", 0), cfg.max_steps)
     return dataset, checkpoint

@@ -123,7 +123,7 @@ class TrainingStep:
         loss = torch.zeros((), device=self.batch_maker.device)
         for loaded in batches.loaded:
             group = loaded.group or mesh.group
-            with mesh.using(group):
+            with mesh.using(group), self.dropout.dropped(loaded.micro_batch.number):
                 loss += self._forward_backward(step, loaded, sizes)
         return self._update(step, loss, watch)
 
@@ -144,7 +144,6 @@ class TrainingStep:
 
         # Blocks read their levels of recomputation when the forward pass begins.
         self.activations.set_levels_for(batch.x_t.shape)
-        self.dropout.draw(loaded.micro_batch.number)
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
             losses = self.batch_maker.process.losses(shard, batch.noised)

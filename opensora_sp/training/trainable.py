@@ -6,8 +6,10 @@ they are for at every start, also where a run resumes, and has to name the same 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,7 @@ from opensora_sp.checkpoint import (
     open_adapters,
     open_weights,
 )
-from opensora_sp.checkpoint.adapters import (
-    AdapterKind,
-    Base,
-    adapter_files,
-    base_digest,
-    warn_of_other_base,
-)
+from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, base_digest
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.optimizer_options import Optimizer
@@ -44,6 +40,8 @@ from opensora_sp.models.feature_dropout import FeatureDropout
 from opensora_sp.models.lora import add_lora, target_layers
 from opensora_sp.models.name_patterns import chosen, matches
 from opensora_sp.models.quantized import quantize_blocks
+
+logger = logging.getLogger(__name__)
 
 
 def choose_trained(model: nn.Module, cfg: TrainConfig) -> None:
@@ -134,34 +132,29 @@ def load_base(cfg: TrainConfig, module: ConditionedModel) -> LoraRun:
         if is_rank_0:
             # By one rank: all would read the whole file.
             sha256 = [base_digest(weights, layers)]
-            for adapters in start_of(cfg):
-                warn_of_other_base(weights, [adapters])
     dist.broadcast_object_list(sha256, src=0)
 
     load_model(weights, module, None)
     return LoraRun(layers, cfg.lora, Base(cfg.load, sha256[0]))
 
 
-def start_of(cfg: TrainConfig) -> list[Adapters]:
+def start_of(lora: Lora) -> list[Adapters]:
     """The adapters of ``lora.load``, of a run not the EMA; none where new ones are trained."""
-    if cfg.lora is None or cfg.lora.load is None:
-        return []
-    return [open_adapters(cfg.lora.load, ema=False)]
+    return [] if lora.load is None else [open_adapters(lora.load, ema=False)]
 
 
-def check_start(cfg: TrainConfig) -> None:
+def check_start(cfg: TrainConfig, lora: Lora) -> None:
     """Raise ValueError unless ``lora.load``, if set, are adapters as the config describes them."""
-    for adapters in start_of(cfg):
-        assert cfg.lora is not None
+    for adapters in start_of(lora):
         with torch.device("meta"):
             bare = cfg.model_spec.build()
         check_adapters(adapters, bare)
-        expected, layers = kind_of(cfg.lora), target_layers(bare, cfg.lora.targets)
+        expected, layers = kind_of(lora), target_layers(bare, lora.targets)
         differing = set(adapters.layers).symmetric_difference(layers)
         if adapters.kind != expected or differing or adapters.scale != 1:
             where = f"for {sorted(differing)[0]!r} in one of them alone, " if differing else ""
             raise ValueError(
-                f"got lora.load {cfg.lora.load!r}, whose {len(adapters.layers)} adapters have "
+                f"got lora.load {lora.load!r}, whose {len(adapters.layers)} adapters have "
                 f"{adapters.kind} and scale {adapters.scale:g}; expected {where}{len(layers)} "
                 f"layers of lora.targets, {expected} and scale 1; set rank, alpha, targets, "
                 "use_rslora and use_dora as in their adapter_config.json"
@@ -169,10 +162,14 @@ def check_start(cfg: TrainConfig) -> None:
 
 
 @torch.no_grad()
-def load_start(cfg: TrainConfig, module: nn.Module) -> None:
-    """Copy the adapters of ``lora.load``, if set, into a model that has new ones."""
+def load_start(run: LoraRun, module: nn.Module) -> None:
+    """Copy the checked adapters of ``lora.load``, if set, into a model that has new ones."""
     parameters = dict(module.named_parameters())
-    for adapters in start_of(cfg):
+    for adapters in start_of(run.settings):
+        theirs = adapters.base
+        if theirs is not None and theirs.sha256 != run.base.sha256:
+            message = "lora.load %s was trained on other weights (%s) of this model than %s"
+            logger.warning(message, adapters.path, theirs.name, run.base.name)
         for name, stored in adapters.weights.tensors.items():
             parameters[name].copy_(stored.read())
 
@@ -185,6 +182,16 @@ class DropoutDraws:
         modules = module.modules()
         self.layers = [module for module in modules if isinstance(module, FeatureDropout)]
         self.weight = next(p for p in module.parameters() if p.requires_grad)
+
+    @contextmanager
+    def dropped(self, micro_batch: int) -> Iterator[None]:
+        """Drop features in forward and backward of a micro-batch, not in validation after it."""
+        self.draw(micro_batch)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.kept = None
 
     def draw(self, micro_batch: int) -> None:
         """Set the features that the micro-batch of this number keeps."""

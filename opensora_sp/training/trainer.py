@@ -90,7 +90,7 @@ class Trainer:
         self.reserved = _allocated(device)
         cfg = with_chosen_batch_sizes(cfg, checkpoint, self.mesh, device, reserved=self.reserved)
 
-        self._build_boosted_model(cfg)
+        self._build_boosted_model(cfg, checkpoint)
         state = self._restore(cfg, checkpoint)
         self.start: int = state["step"]
         self.skipped: int = state.get("skipped_steps", 0)
@@ -208,7 +208,7 @@ class Trainer:
 
     # Building
 
-    def _build_model(self, cfg: TrainConfig) -> ConditionedModel:
+    def _build_model(self, cfg: TrainConfig, checkpoint: Path | None) -> ConditionedModel:
         """The bare model with random weights, frozen and adapted as configured."""
         # Each rank draws the same initial weights.
         torch.manual_seed(cfg.seed)
@@ -220,12 +220,13 @@ class Trainer:
             # Before the adapters: DoRA begins at the norms of these weights.
             self._lora = load_base(cfg, model)
         choose_trained(model, cfg)
-        load_start(cfg, model)
+        if self._lora is not None and checkpoint is None:
+            load_start(self._lora, model)
         return model
 
-    def _build_boosted_model(self, cfg: TrainConfig) -> None:
+    def _build_boosted_model(self, cfg: TrainConfig, checkpoint: Path | None) -> None:
         """Build ``module`` with its kernels, ``model`` and ``optimizer``."""
-        self.module = self._build_model(cfg)
+        self.module = self._build_model(cfg, checkpoint)
         dtype = DTYPES[cfg.precision]
         # Kernels are verified on this device before the model is cast and wrapped.
         choose_kernels(cfg.kernels, self.module, dtype=dtype, device=self.device)

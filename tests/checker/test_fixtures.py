@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ranks import run_ranks
+from checker.fixtures.common import Expected
 
 import opensora_sp.checker
-from opensora_sp.checker import Report, check_parallel
+from opensora_sp.checker import check_parallel
 
 FOLDER = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
@@ -24,29 +23,20 @@ def fixture(name: str) -> ModuleType:
 
 Case = tuple[str, str]
 CASES: list[Case] = [(name, bug) for name in NAMES for bug in fixture(name).BUGS]
-HANGING = [case for case in CASES if fixture(case[0]).BUGS[case[1]].findings == ("waiting",)]
+
+
+def bug_of(name: str, bug: str) -> Expected:
+    return fixture(name).BUGS[bug]
+
+
+HANGING = [case for case in CASES if bug_of(*case).findings == ("waiting",)]
 OTHERS = [case for case in CASES if case not in HANGING]
-
-
-def check(cases: list[Case], wrong: bool, dtype: str) -> list[Report]:
-    definitions = [fixture(name).make(bug, wrong) for name, bug in cases]
-    return [check_parallel(definition, dtype=dtype) for definition in definitions]
-
-
-@cache
-def reports(wrong: bool, ranks: int, dtype: str = "float64") -> dict[Case, Report]:
-    """Reports of all fixtures by one launch of ranks, which check them as torchrun's ranks do."""
-    cases = CASES
-    # At more ranks than 3 only the fixture that needs them.
-    if wrong or ranks > 3:
-        cases = [case for case in OTHERS if fixture(case[0]).BUGS[case[1]].ranks == ranks]
-    return dict(zip(cases, run_ranks(ranks, check, cases, wrong, dtype)[0]))
 
 
 @pytest.mark.parametrize(("name", "bug"), OTHERS)
 def test_names_a_published_bug_where_it_is(name: str, bug: str) -> None:
-    expected = fixture(name).BUGS[bug]
-    report = reports(True, expected.ranks)[name, bug]
+    expected = bug_of(name, bug)
+    report = check_parallel(fixture(name).make(bug), ranks=expected.ranks)
 
     assert not report.ok, report
     assert report.first_module == expected.first, report
@@ -76,10 +66,14 @@ def test_names_where_ranks_wait(name: str, bug: str) -> None:
 )
 def test_flags_nothing_of_a_right_twin(ranks: int, dtype: str) -> None:
     """Lengths of 7, 5 and 1 tokens, and 3 heads, divide by no number of ranks."""
+    # At more ranks than 3 only the fixture that needs them.
+    cases = [case for case in CASES if ranks <= 3 or bug_of(*case).ranks == ranks]
+    reports = {
+        case: check_parallel(fixture(case[0]).make(case[1], False), ranks=ranks, dtype=dtype)
+        for case in cases
+    }
     wrongly_flagged = {
-        case: report
-        for case, report in reports(False, ranks, dtype).items()
-        if not report.ok or report.compared < 0.9
+        case: report for case, report in reports.items() if not report.ok or report.compared < 0.9
     }
     assert not wrongly_flagged
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from functools import partial
 
@@ -19,7 +20,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opensora_sp.checker.lifting import Lifted
+from opensora_sp.checker.recording import Lifted
 from opensora_sp.parallel import (
     CommLedger,
     Cut,
@@ -29,6 +30,7 @@ from opensora_sp.parallel import (
     register_plan,
     unwrap,
 )
+from opensora_sp.parallel.attention_calls import DISPATCH
 from opensora_sp.parallel.diffusers_plans import PLANS, STATED, plan_of_diffusers
 from opensora_sp.parallel.layout import balanced_sizes
 from opensora_sp.parallel.rank_groups import RankGroup
@@ -116,49 +118,65 @@ def test_guidance_with_captions_of_unequal_lengths() -> None:
 
 
 def adapters() -> None:
-    """LoRA on the layers of queries, keys and values, also of text that is whole on every rank."""
+    """LoRA on the layers of queries, keys and values, and of text alone, whole on every rank."""
     from peft import LoraConfig
 
     mesh = SequenceMesh(dist.get_world_size())
-    torch.manual_seed(2)
-    model, inputs = drawn("wan")
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"]))
-    torch.manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora" in name:
-            parameter.data = torch.randn_like(parameter, dtype=torch.float64)
-    expected = results_of(model, inputs)
-    assert any("attn2.to_k.lora" in name for name in expected)
-    parallelize(model, mesh)
-    assert_same(results_of(model, inputs, mesh=mesh), expected, "LoRA")
+    for targets in (["to_q", "to_k", "to_v"], r".*attn2\.to_[kv]"):
+        torch.manual_seed(2)
+        model, inputs = drawn("wan")
+        model.add_adapter(LoraConfig(r=2, target_modules=targets))
+        torch.manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.data = torch.randn_like(parameter, dtype=torch.float64)
+        expected = results_of(model, inputs)
+        assert any("attn2.to_k.lora" in name for name in expected)
+        parallelize(model, mesh)
+        assert_same(results_of(model, inputs, mesh=mesh), expected, "LoRA")
 
 
 def test_lora_of_queries_keys_and_values() -> None:
     run_ranks(3, adapters)
 
 
-def bytes_of(name: str) -> tuple[list[int], list[int]]:
-    """Bytes that this rank sends for heads, and by the formula of docs/communication.md."""
-    mesh = SequenceMesh(dist.get_world_size())
+def counted(
+    name: str, mesh: SequenceMesh, kind: str, *, recompute_communication: bool = False
+) -> list[int]:
+    """Bytes that this rank sends after the first pass: forward, in recomputation, backward."""
     model, inputs = drawn(name)
-    parallelize(model, mesh)
+    model.enable_gradient_checkpointing()
+    parallelize(model, mesh, recompute_communication=recompute_communication)
     results_of(model, inputs)
     with CommLedger() as counter:
         results_of(model, inputs)
-    sent = [counter.bytes["heads", phase] for phase in ("forward", "backward")]
+    return [counter.bytes[kind, phase] for phase in ("forward", "recompute", "backward")]
 
+
+def bytes_and_formula() -> tuple[list[list[int]], list[list[int]]]:
+    """Bytes of Wan's heads and HunyuanVideo's mask, and by the formula of docs/communication.md."""
+    mesh = SequenceMesh(dist.get_world_size())
     length, samples, heads, width = 45, 2, 3, 8
     tokens = balanced_sizes(length, mesh.sp_size)[mesh.sp_rank]
     units = balanced_sizes(samples * heads, mesh.sp_size)[mesh.sp_rank]
     there = (samples * heads - units) * tokens * width * 8
     back = units * (length - tokens) * width * 8
     # Two blocks, of which the attention to text sends nothing.
-    return sent, [2 * (3 * there + back), 2 * (3 * back + there)]
+    forward, backward = 2 * (3 * there + back), 2 * (3 * back + there)
+
+    tokens = sum(balanced_sizes(n, mesh.sp_size)[mesh.sp_rank] for n in (30, 7))
+    sent = [
+        counted("wan", mesh, "heads"),
+        counted("wan", mesh, "heads", recompute_communication=True),
+        counted("hunyuan", mesh, "mask"),
+    ]
+    mask = (mesh.sp_size - 1) * tokens * samples
+    return sent, [[forward, 0, backward], [forward, forward, backward], [mask, 0, 0]]
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_bytes_equal_the_formula(ranks: int) -> None:
-    for sent, expected in run_ranks(ranks, bytes_of, "wan"):
+    for sent, expected in run_ranks(ranks, bytes_and_formula):
         assert sent == expected
 
 
@@ -257,6 +275,9 @@ def test_every_plan_that_diffusers_states_is_known() -> None:
             stated.add(name)
     assert stated - {*PLANS, *STATED} == set()
     assert {*STATED} <= stated
+    # The name that is replaced in their files.
+    for name in STATED:
+        assert hasattr(sys.modules[getattr(diffusers, name).__module__], DISPATCH), name
 
 
 def test_older_diffusers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

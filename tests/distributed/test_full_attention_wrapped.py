@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from full_attention_models import drawn, numbers
+from full_attention_models import drawn, numbers, wan_pipeline
 from full_attention_results import assert_same, is_float, results_of
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -175,19 +175,8 @@ def test_diffusers_context_parallelism_agrees_where_it_runs() -> None:
 
 def pipeline() -> None:
     """Samples of a pipeline of tiny parts, with captions of unequal lengths."""
-    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
-
     transformer, _ = drawn("wan")
-    vae = AutoencoderKLWan(
-        base_dim=4, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    )
-    pipe = WanPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        transformer=transformer.float(),
-    )
+    pipe = wan_pipeline(transformer.float())
     pipe.set_progress_bar_config(disable=True)
 
     def sample() -> Tensor:

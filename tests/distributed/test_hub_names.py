@@ -33,7 +33,7 @@ from opensora_sp.checkpoint import (
     open_adapters,
     save_pretrained,
 )
-from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
+from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, name_on_disk
 from opensora_sp.checkpoint.hub import HubName, local_path
 from opensora_sp.checkpoint.pretrained import CARD, model_card
 from opensora_sp.cli import main
@@ -182,7 +182,7 @@ def save_adapters(model: torch.nn.Module, folder: Path, seed: int) -> None:
     trained = {name_on_disk(name): one.data for name, one in parameters if one.requires_grad}
     folder.mkdir()
     save_file(trained, folder / "adapter_model.safetensors")
-    about = adapter_files(list(lora_layers(adapted)), rank=2, alpha=4.0, base=Base(NAME, str(seed)))
+    about = adapter_files(list(lora_layers(adapted)), AdapterKind(2, 4.0), Base(NAME, str(seed)))
     for name, data in about.items():
         (folder / name).write_bytes(data)
 

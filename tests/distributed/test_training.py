@@ -105,15 +105,16 @@ def leave_three_steps(whole: Path, outputs: Path) -> None:
 
 
 @pytest.mark.core
-def test_resume_continues_bit_by_bit(config: Path, whole: Path, tmp_path: Path) -> None:
-    """Through ``colossalai run``, as users start it."""
+@pytest.mark.parametrize("launcher", [None, pytest.param("colossalai", marks=pytest.mark.slow)])
+def test_resume_continues_bit_by_bit(
+    config: Path, whole: Path, tmp_path: Path, launcher: str | None
+) -> None:
     outputs = tmp_path / "run"
     leave_three_steps(whole, outputs)
     # A checkpoint of step 3 under another name is none.
     shutil.copytree(outputs / "step_00000003", outputs / "step_00000005")
-    log = train(
-        config, outputs, "async_save=True", "keep_last=2", "--resume", "auto", launcher="colossalai"
-    )
+    options = ("async_save=True", "keep_last=2", "--resume", "auto")
+    log = train(config, outputs, *options, launcher=launcher)
 
     assert "resumed from" in log and "at step 3" in log
     assert "step_00000005/manifest.json is of step 3" in log and "; passed over" in log

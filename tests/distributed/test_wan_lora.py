@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from full_attention_models import wan
+from diffusers import WanTransformer3DModel
+from full_attention_models import wan, wan_pipeline
+from peft import get_peft_model_state_dict
 from random_weights import draw_weights
 from runs import run_forked
 from safetensors.torch import load_file, save_file
@@ -66,5 +68,10 @@ def test_the_adapter_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
         for name, tensor in load_file(folder / "adapter" / file).items():
             torch.testing.assert_close(tensor, adapter[name], rtol=1e-4, atol=1e-6)
 
-    model.load_lora_adapter(tmp_path / "3" / "adapter", weight_name=file, prefix=None)
+    model.load_lora_adapter(tmp_path / "3" / "adapter", weight_name=file)
     assert any("lora" in name for name, _ in model.named_parameters())
+
+    pipe = wan_pipeline(WanTransformer3DModel.from_pretrained(tmp_path / "base" / "transformer"))
+    pipe.load_lora_weights(tmp_path / "3" / "adapter", weight_name=file)
+    loaded = get_peft_model_state_dict(pipe.transformer, adapter_name="default_0")
+    assert loaded.keys() == {name.removeprefix("transformer.") for name in adapter}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from check_demo import (
-    held_out_clips,
+    captioned_clips,
     main,
 )
 from runs import ROOT, run
@@ -15,15 +15,15 @@ from runs import ROOT, run
 from opensora_sp.data import Manifest
 from opensora_sp.data.toy import is_held_out, toy_captions
 
-CLIPS = held_out_clips(16)
+CLIPS = captioned_clips(16, held_out=True)
 
 
 def test_more_held_out_clips_than_captions_are_refused() -> None:
     most = sum(map(is_held_out, toy_captions()))
-    captions = {clip.caption for clip in held_out_clips(most)}
+    captions = {clip.caption for clip in captioned_clips(most, held_out=True)}
     assert len(captions) == most > 16 and captions < set(toy_captions())
-    with pytest.raises(ValueError, match=f"got {most + 1} held-out .*; expected at most {most},"):
-        held_out_clips(most + 1)
+    with pytest.raises(ValueError, match=f"got {most + 1} clips .*; expected at most {most},"):
+        captioned_clips(most + 1, held_out=True)
 
 
 @pytest.mark.slow

@@ -83,11 +83,13 @@ def names(files: list[str], prefix: str) -> set[str]:
     return {name.removeprefix(prefix) for name in files if name.startswith(prefix)}
 
 
-def test_wheel_and_sdist_hold_all_modules_configs_and_prompts(built: Path) -> None:
+def test_wheel_and_sdist_hold_all_modules_configs_prompts_and_models(built: Path) -> None:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     folder = ROOT / "opensora_sp"
     suffixes = (".py", ".css", ".js")
     wanted = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in suffixes}
+    wanted |= {str(p.relative_to(folder)) for p in folder.glob("shipped_models/*/*.*")}
+    assert "shipped_models/toy/model.safetensors" in wanted
     for path in (ROOT / "configs").rglob("*.*"):
         if "__pycache__" not in path.parts:
             wanted.add(str(path.relative_to(ROOT)))
@@ -120,6 +122,10 @@ def test_a_project_runs_from_the_wheel(environment: Path, tmp_path: Path) -> Non
     run = project / "outputs" / "first"
     assert "dp_size 1 x sp_size 2" in printed and "finished: 4 of 4 steps" in printed
     assert len(list((run / "samples").glob("*.mp4"))) == 3
+
+    prompt = "a red circle moving left on a blue background"
+    called(command, "sample", "toy", "--prompt", prompt, folder=tmp_path)
+    assert len(list((tmp_path / "samples").glob("*.mp4"))) == 1
 
     # Without a copy of it, in another folder: the config of the package, under the same name.
     config = "configs/stdit3/train/64x512x512_sp8.py"

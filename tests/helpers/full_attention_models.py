@@ -41,6 +41,17 @@ def wan(heads: int = 3, samples: int = 2, frames: int = 3, **config: Any) -> Cas
     return model, inputs
 
 
+def wan_pipeline(transformer: nn.Module) -> Any:
+    """A pipeline of tiny parts, which takes embeddings for prompts."""
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    return WanPipeline(None, None, vae, scheduler, transformer)
+
+
 def flux(heads: int = 5, samples: int = 2, text: int = 7) -> Case:
     from diffusers import FluxTransformer2DModel
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from opensora_sp.checker.lifting import Lifted
+from opensora_sp.checker.recording import Lifted
 from opensora_sp.parallel import SequenceMesh
 
 

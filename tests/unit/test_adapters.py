@@ -228,6 +228,10 @@ def test_dropout_keeps_the_same_features_of_all_tokens(*, use_dora: bool) -> Non
     torch.testing.assert_close(layer(x), expected)
     layer.eval()
     torch.testing.assert_close(layer(x), without)
+    layer.train()
+    with DropoutDraws(model, seed=3).dropped(micro_batch=0):
+        torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x), without)
 
 
 def test_dora_begins_at_the_norms_of_the_weights() -> None:

@@ -27,9 +27,8 @@ from opensora_sp.diffusion.guidance import fix_flaws
 from opensora_sp.diffusion.loss import frame_weights
 from opensora_sp.features.batch import conditioning_inputs
 from opensora_sp.models import STDiT3, STDiT3Config
-from opensora_sp.sampling.prompts import prompt_of_loop
+from opensora_sp.sampling.prompts import prompt_of_loop, with_scores
 from opensora_sp.sampling.reference_frames import frames_of_kind
-from opensora_sp.sampling.scores import with_scores
 
 pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")

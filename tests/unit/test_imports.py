@@ -25,6 +25,7 @@ SHARED = (
 WHEN_CALLED = {
     "base.py": "opensora_sp.checkpoint",  # methods of models that read and write them
     "adapted_linear.py": "peft.tuners.lora",  # a module that add_lora imports
+    "quantized.py": "torchao.quantization",  # where a config asks for int8
 }
 
 

@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import av
@@ -25,13 +26,14 @@ SIDE = 8
 READERS = [count_frames, probe, read_frames, lambda path: read_video(path, num_frames=1)]
 
 
-def deflated(num_bytes: int) -> bytes:
+@cache
+def bomb() -> bytes:
+    """Bytes that inflate to ``INFLATED``."""
     compressor, zeros = zlib.compressobj(1), bytes(1 << 20)
-    parts = [compressor.compress(zeros) for _ in range(num_bytes >> 20)]
+    parts = [compressor.compress(zeros) for _ in range(INFLATED >> 20)]
     return b"".join([*parts, compressor.flush()])
 
 
-BOMB = deflated(INFLATED)
 HEADERS = {"iCCP": b"a\0\0", "zTXt": b"a\0\0", "iTXt": b"a\0\1\0\0\0"}
 
 
@@ -41,7 +43,7 @@ def chunk(name: bytes, content: bytes) -> bytes:
 
 
 def bombs(name: str, count: int = 1) -> bytes:
-    return chunk(name.encode(), HEADERS[name] + BOMB) * count
+    return chunk(name.encode(), HEADERS[name] + bomb()) * count
 
 
 def png(before: bytes = b"", after: bytes = b"") -> bytes:
@@ -159,19 +161,24 @@ def crafted() -> dict[str, Callable[[], bytes]]:
                 ),
             }
 
-    compressed = box(
-        b"cmov", box(b"dcom", b"zlib") + box(b"cmvd", struct.pack(">I", INFLATED) + BOMB)
-    )
+    def header(before: bytes = b"", *, is_long: bool = False, to_end: bool = False) -> bytes:
+        """A box of a movie whose content is compressed."""
+        inflating = struct.pack(">I", INFLATED) + bomb()
+        compressed = box(b"cmov", box(b"dcom", b"zlib") + box(b"cmvd", inflating))
+        start = struct.pack(">I4s", 0 if to_end else len(compressed) + 8, b"moov")
+        if is_long:
+            start = struct.pack(">I4sQ", 1, b"moov", len(compressed) + 16)
+        return before + start + compressed
+
     kind = box(b"ftyp", b"qt  \0\0\2\0qt  ")
-    long = struct.pack(">I4sQ", 1, b"moov", len(compressed) + 16) + compressed
     files |= {
-        "header.mov": lambda: kind + box(b"moov", compressed),
-        "only header.mov": lambda: box(b"moov", compressed),
-        "nested header.mov": lambda: kind + box(b"moof", box(b"traf", compressed)),
-        "long header.mov": lambda: kind + box(b"mdat", b"x" * 99) + long,
-        "last header.mov": lambda: kind + struct.pack(">I4s", 0, b"moov") + compressed,
-        "second header.mp4": lambda: mp4() + box(b"moov", compressed),
-        "unknown box.mov": lambda: box(b"abcd", b"") + kind + box(b"moov", compressed),
+        "header.mov": lambda: header(kind),
+        "only header.mov": header,
+        "nested header.mov": lambda: kind + box(b"moof", box(b"traf", header()[8:])),
+        "long header.mov": lambda: header(kind + box(b"mdat", b"x" * 99), is_long=True),
+        "last header.mov": lambda: header(kind, to_end=True),
+        "second header.mp4": lambda: header(mp4()),
+        "unknown box.mov": lambda: header(box(b"abcd", b"") + kind),
         "frames.mp4": lambda: patched(mp4(), b"stsz", 8, 1, 200_000_000),
         "times.mp4": lambda: patched(mp4(), b"stts", 12, 200_000_000, 1),
         "chunks.mp4": lambda: patched(mp4(), b"stsc", 12, 1, 200_000_000, 1),
@@ -188,8 +195,8 @@ def crafted() -> dict[str, Callable[[], bytes]]:
         "exif.png": lambda: png(chunk(b"eXIf", exif(2500, 15_000))),
         "exif.webp": lambda: saved("WEBP", exif=exif(2500, 15_000)),
         "exif.avif": lambda: avif(exif(2500, 15_000)),
-        "profile.webp": lambda: saved("WEBP", icc_profile=BOMB),
-        "comment.gif": lambda: saved("GIF", comment=BOMB),
+        "profile.webp": lambda: saved("WEBP", icc_profile=bomb()),
+        "comment.gif": lambda: saved("GIF", comment=bomb()),
     }  # fmt: skip
     return files
 

@@ -100,8 +100,8 @@ BOMBS = {
     "operations": b"\x80\x02" + b"N" * 3_000_000 + b".",
     "bytes": b"\x80\x02X" + struct.pack("<I", 20 << 20) + b"a" * (20 << 20) + b".",
     "a text longer than the file": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"abc.",
-    "nested lists": b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
-    "marks": b"(" * 1_000_000 + b"t.",
+    "nested lists": b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".",
+    "marks": b"(" * 300_000 + b"t.",
     "many arguments": b"\x80\x02]q\x00("
     + b"N" * 500_000
     + b"tq\x01"

@@ -398,9 +398,9 @@ def shared(cell: str, count: int) -> pyarrow.Array:
 def test_small_parquet_files_do_not_fill_memory(
     tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 rows with a cell of 200 MB, 4,000 rows with one of 500 kB, and nested cells."""
+    """8 rows with a cell of 100 MB, 4,000 rows with one of 500 kB, and nested cells."""
     texts = {
-        "cell": lambda: shared("x" * (200 << 20), 8),
+        "cell": lambda: shared("x" * (100 << 20), 8),
         "rows": lambda: shared("x" * 500_000, 4000),
         "list": lambda: pyarrow.array([["x"] * 100] * 8),
         "struct": lambda: pyarrow.array([{"a": "x"}] * 8),

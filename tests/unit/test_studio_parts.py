@@ -26,8 +26,9 @@ from runs import ROOT
 from safetensors.torch import save_file
 from studio_runs import log_step, write_run
 
-from opensora_sp.checkpoint.adapters import Base, adapter_files, name_on_disk
+from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, name_on_disk
 from opensora_sp.cli import main
+from opensora_sp.common.files import shipped_models
 from opensora_sp.config import load_inference_config
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora, lora_layers
@@ -163,6 +164,22 @@ def test_a_request_is_checked_and_its_error_is_of_a_field(trained: Path, folders
         checked({"ckpt": str(bare.outputs / "run"), "prompt": "a"}, bare)
 
 
+def test_without_runs_there_is_the_model_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def served(folders: Folders, **options: Any) -> None:
+        (path,) = folders.weights()
+        work = checked({"ckpt": str(path), "prompt": "a"}, folders)
+        assert work.weights == path and folders.runs == [] and work.request.shape == (8, 64, 64)
+        # Nothing else of the package is a run.
+        with pytest.raises(ValueError, match=OUTSIDE):
+            folders.checked(path.parent, executed=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("opensora_sp.studio.server.run", served)
+    main(["studio"])
+
+
 def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Folders) -> None:
     for name in ("fir", "oak", "other"):
         folder = folders.outputs / name
@@ -171,7 +188,10 @@ def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Fold
         (folder / "000-a.json").write_text(json.dumps(facts))
         for file in ("000-a.mp4", "000-a.png", "000-a.0.png", "000-ab.png"):
             (folder / file).touch()
-    assert folders.weights() == [trained] and folders.adapters() == folders.trained() == []
+    assert (
+        folders.weights() == [trained, *shipped_models()]
+        and folders.adapters() == folders.trained() == []
+    )
     results = folders.history()
     assert [result.caption for result in results] == [
         "cat oak | seed 5 | oak",
@@ -353,7 +373,7 @@ def write_adapters(trained: Path, folder: Path) -> Path:
     drawn = {name_on_disk(name): one.data for name, one in parameters if one.requires_grad}
     folder.mkdir()
     save_file(drawn, folder / "adapter_model.safetensors")
-    about = adapter_files(list(lora_layers(model)), rank=2, alpha=4.0, base=Base("base", "1"))
+    about = adapter_files(list(lora_layers(model)), AdapterKind(2, 4.0), Base("base", "1"))
     for name, data in about.items():
         (folder / name).write_bytes(data)
     return folder

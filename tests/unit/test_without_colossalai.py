@@ -23,7 +23,7 @@ model, folder = sys.argv[1:]
 main(["plan", f"{folder}/train.py", "--gpus", "2"])
 main(["sample", f"{model}/sample.py", "--ckpt", model, "--prompt", "a dog", "--cfg-options",
       f"outputs={folder}/out"])
-import opensora_sp.features.cache_writer, opensora_sp.integrations.diffusers, opensora_sp.studio
+import opensora_sp.features.cache_writer
 assert "opensora_sp.plugin" not in sys.modules
 try:
     import opensora_sp.plugin

@@ -74,9 +74,9 @@ class AdapterMethods:
             ValueError: for names that are not loaded, or another number of scales.
         """
         names = [adapter_names] if isinstance(adapter_names, str) else [*adapter_names]
-        scales = adapter_weights
-        if scales is None or isinstance(scales, int | float):
-            scales = [1.0 if scales is None else scales] * len(names)
+        scales = 1.0 if adapter_weights is None else adapter_weights
+        if isinstance(scales, int | float):
+            scales = [scales] * len(names)
         if len(scales) != len(names):
             raise ValueError(
                 f"got {len(scales)} adapter_weights for the adapters {names}; expected one, or one "
@@ -111,10 +111,8 @@ class AdapterMethods:
     @torch.no_grad()
     def _merge(self, scales: dict[str, float]) -> None:
         self._restore()
-        active = []
-        for name, scale in scales.items():
-            adapters = self._loaded[name]
-            active.append(replace(adapters, scale=adapters.scale * scale))
+        loaded = self._loaded
+        active = [replace(loaded[name], scale=loaded[name].scale * scales[name]) for name in scales]
 
         parameters = dict(self.transformer.named_parameters())
         before = self._weights_of(active)

@@ -267,14 +267,7 @@ class OpenSoraPipeline(AdapterMethods, Base):
         requests = self._requests(cfg, texts, images, negative_prompt, generator, latents)
 
         with self.progress_bar(total=flow.num_sampling_steps) as bar:
-
-            def on_step(step: int, t: Tensor, latents: Tensor) -> Tensor | None:
-                bar.update()
-                if callback_on_step_end is None:
-                    return None
-                returned = callback_on_step_end(self, step, t[0], {"latents": latents})
-                return (returned or {}).get("latents")
-
+            on_step = partial(self._end_step, bar, callback_on_step_end)
             parts = sampler.looped(requests, on_step=on_step)
 
         frames: Any = parts[0]
@@ -283,6 +276,16 @@ class OpenSoraPipeline(AdapterMethods, Base):
             frames = as_output(collected(decoded, len(requests)), output_type)
         self.maybe_free_model_hooks()
         return OpenSoraPipelineOutput(frames=frames) if return_dict else (frames,)
+
+    def _end_step(
+        self, bar: Any, callback: StepCallback | None, step: int, t: Tensor, latents: Tensor
+    ) -> Tensor | None:
+        """Call the callback after a step; returns the latents that it puts in place, if any."""
+        bar.update()
+        if callback is None:
+            return None
+        returned = callback(self, step, t[0], {"latents": latents})
+        return (returned or {}).get("latents")
 
     def _scheduler(self) -> OpenSoraScheduler:
         if not isinstance(self.scheduler, OpenSoraScheduler):

@@ -1,15 +1,54 @@
-"""Report of the checker: differences between one process and several ranks."""
+"""Types of the checker's definitions, which users write, and of its report."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from torch import nn
 
 SHOWN = 12  # rows of a list that the table shows
 
 
+class DefinitionError(ValueError):
+    """The definition cannot be checked; got / expected / what to do."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rank r holds the r-th part of axis ``dim``, such as tokens or attention heads."""
+
+    dim: int
+
+
+Layout = Cut | Literal["replicated"]
+
+
 @dataclass
-class ModuleDifference:
+class Applied:
+    """Results of ``apply``; all are optional.
+
+    Attributes:
+        model: the model to run, where ``apply`` has wrapped it.
+        gradients: reduction of the ranks' gradients that is right: "sum", "mean", or "none" if each
+            rank has them whole. By default the checker infers it.
+        layouts: of modules' outputs, by the module's name; "output" is the model's.
+    """
+
+    model: nn.Module | None = None
+    gradients: Literal["sum", "mean", "none"] | None = None
+    layouts: dict[str, Layout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.gradients not in (None, "sum", "mean", "none"):
+            raise DefinitionError(
+                f"got {self.gradients!r} from apply; expected None, 'sum', 'mean', 'none' or "
+                "Applied(...), the reduction of the ranks' gradients; return one of them"
+            )
+
+
+@dataclass
+class Difference:
     """A module whose gathered output differs.
 
     Attributes:
@@ -57,7 +96,7 @@ class Report:
 
     ranks: int
     first_module: str | None = None
-    modules: list[ModuleDifference] = field(default_factory=list)
+    modules: list[Difference] = field(default_factory=list)
     gradients: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
     reduction: str = "none"
@@ -81,11 +120,10 @@ class Report:
         if self.first_module is not None:
             lines.append(f"first module that differs: {self.first_module}")
         modules = [f"{row.error:9.1e}  {row.name} ({row.layout})" for row in self.modules]
-        parameters = [f"{kind:>14}  {name}" for name, kind in self.gradients.items()]
-        inputs = [f"{kind:>14}  {name}" for name, kind in self.inputs.items()]
         lines += _section("modules in the order of the forward pass", modules)
-        lines += _section("gradients of parameters", parameters)
-        lines += _section("gradients of inputs", inputs)
+        for title, kinds in {"parameters": self.gradients, "inputs": self.inputs}.items():
+            rows = [f"{kind:>14}  {name}" for name, kind in kinds.items()]
+            lines += _section(f"gradients of {title}", rows)
         for finding in self.findings:
             where = f" in {finding.module}" if finding.module else ""
             lines.append(f"{finding.kind}{where}: {finding.text}")
