@@ -295,6 +295,7 @@ def test_loops_may_share_frames_that_statistics_do_not_fit() -> None:
         cond_type=None,
         extra_files=files,
         format="mp4",
+        scheduler=dict(type="rflow"),
     )
     prompt = parse_prompt("a fox", None, None)
     request = Request(prompt=prompt, num_frames=51, size=(16, 16), fps=24.0, seed=0)
