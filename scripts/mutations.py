@@ -191,6 +191,20 @@ MUTATIONS = [
             "tests/distributed/test_sharded_features.py::test_degraded_clips_are_those_of_one_process",
         ),
     ),
+    Mutation(
+        "a list of cached steps that is off by one",
+        "opensora_sp/diffusion/cached_steps.py",
+        "not self.computed[self.step] and fits",
+        "not self.computed[self.step - 1] and fits",
+        ("tests/unit/test_cached_steps.py",),
+    ),
+    Mutation(
+        "the wrong half outside of the guidance interval",
+        "opensora_sp/diffusion/guidance.py",
+        "argument.of_samples(range(count))",
+        "argument.of_samples(range(count, 2 * count))",
+        ("tests/unit/test_cached_steps.py",),
+    ),
 ]
 
 

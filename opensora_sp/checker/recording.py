@@ -153,7 +153,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of its own memory on the CPU; of a DTensor all of it, for which all ranks call."""
+    """A copy on the CPU; of a DTensor the whole tensor, for which all ranks call."""
     gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach().to("cpu", copy=True)
 

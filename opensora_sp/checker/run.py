@@ -42,7 +42,7 @@ GRACE = 5.0
 HIDDEN_FRAMES = ("/torch/", "opensora_sp/checker", "multiprocessing")
 
 # The work of a process, and the folder where ranks write their stacks and modules. Arguments of a
-# process that is forked need not be pickled, as those of a call need.
+# process that is forked need not be pickled, unlike the arguments of a call.
 _started: list[Any] = []
 
 
@@ -343,7 +343,7 @@ def load_definition(source: Any) -> Any:
     return definition
 
 
-def _refuse_context_parallel(*args: Any, **kwargs: Any) -> None:
+def _refuse_context_parallel(*args: Any, **kwargs: Any) -> Any:
     raise DefinitionError(
         "got torch.distributed.tensor.experimental's context parallel on CPUs; expected a "
         "parallelism that runs there, as torch's needs the attention kernels of GPUs; check it "

@@ -55,7 +55,7 @@ class StepEstimate:
     Attributes:
         lora: rank of the adapters that are trained alone; None if all weights are.
         checkpointing: gradient checkpointing of blocks.
-        forward, backward: bytes sent to other ranks. With ``recompute_communication`` those of
+        forward, backward: bytes sent to other ranks. With ``recompute_communication`` the bytes of
             forward are sent once more.
         kept: bytes received from other ranks and kept for the recomputation of blocks.
         saved: bytes of activations at the end of the forward pass, with those.

@@ -61,7 +61,7 @@ def test_mutations_fit_the_code_and_their_tests_exist(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from mutations import MUTATIONS
 
-    assert len(MUTATIONS) == 17
+    assert len(MUTATIONS) == 18
     for mutation in MUTATIONS:
         assert mutation.new in mutation.text_in(ROOT)
         for test in mutation.tests:

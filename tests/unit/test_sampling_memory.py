@@ -67,7 +67,7 @@ def config(folder: Path, **changes: Any) -> InferenceConfig:
         vae=vae | changes.pop("vae", {}),
         text_encoder=text | changes.pop("text_encoder", {}),
         model=dict(type="STDiT3", **MODEL),
-        scheduler=dict(num_sampling_steps=1),
+        scheduler=changes.pop("scheduler", dict(num_sampling_steps=1)),
         prompts=["a dog"],
         **changes,
     )
@@ -82,8 +82,17 @@ def built(cls: Any, options: dict[str, Any]) -> Any:
     return draw_weights(encoder).to("cpu")
 
 
-def test_live_bytes_of_each_phase_are_those_predicted(folder: Path) -> None:
-    cfg = config(folder, vae=dict(micro_batch_size=3))
+SIZES = {name: MODEL[name] for name in ("in_channels", "hidden_size", "depth", "num_heads")}
+CURVE = dict(model=dict(type="STDiT3", **SIZES), path=[0, 1], polynomial=[1, 0])
+# The middle one of three steps reuses the residual.
+CACHED = dict(num_sampling_steps=3, cache_threshold=0.5, cache_curve=CURVE)
+
+
+@pytest.mark.parametrize("scheduler", [dict(num_sampling_steps=1), CACHED])
+def test_live_bytes_of_each_phase_are_those_predicted(
+    folder: Path, scheduler: dict[str, Any]
+) -> None:
+    cfg = config(folder, vae=dict(micro_batch_size=3), scheduler=scheduler)
     (estimate,) = plan(cfg, 1, device="cpu").buckets
     assert estimate.sampling is not None
 
