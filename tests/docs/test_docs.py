@@ -95,8 +95,11 @@ def check(words: list[str]) -> None:
     elif words[0] == "opensora-sp" or "opensora_sp.cli" in words:
         name = words[words.index("opensora_sp.cli") + 1] if words[0] != "opensora-sp" else words[1]
         args = command_module(name).parser().parse_args(after(words, name))
-        if getattr(args, "config", None) is not None:
-            load_either(args.config, getattr(args, "cfg_options", []))
+        config = getattr(args, "config", None)
+        if name == "sample" and config == "toy":
+            sample_command.config_of(args)
+        elif config is not None:
+            load_either(config, getattr(args, "cfg_options", []))
     elif words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), words
