@@ -55,7 +55,7 @@ batch_size = 2
 )
 
 # A curve for cached steps of its model: the change is the difference of the noise levels.
-CURVE = {
+CURVE: dict[str, Any] = {
     "model": {"type": "STDiT3", "in_channels": 3, "hidden_size": 24, "depth": 2, "num_heads": 3},
     "path": [0.0, 1.0],
     "polynomial": [1.0, 0.0],
