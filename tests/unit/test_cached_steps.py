@@ -265,7 +265,9 @@ def test_a_config_reads_a_curve_from_its_file(trained: Path, tmp_path: Path) -> 
 
     # In the place of the curve that a config has.
     derived = tmp_path / "derived.py"
-    derived.write_text(f"_base_ = ['{trained / 'sample.py'}']\nscheduler = dict(cache_curve={CURVE})")
+    derived.write_text(
+        f"_base_ = ['{trained / 'sample.py'}']\nscheduler = dict(cache_curve={CURVE})"
+    )
     further = tmp_path / "further.py"
     lines = f"_base_ = ['derived.py']\nscheduler = dict(cache_curve='{tmp_path / 'curve.json'}')"
     further.write_text(lines)
