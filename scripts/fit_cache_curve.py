@@ -24,6 +24,7 @@ from torch import Tensor
 
 from opensora_sp.cli.sample import config_of, parser
 from opensora_sp.common.console import report_errors
+from opensora_sp.common.files import check_writable
 from opensora_sp.diffusion.cached_steps import (
     computed_steps,
     described_model,
@@ -47,7 +48,8 @@ def main() -> None:
     arguments.add_argument("--curve", required=True, metavar="FILE", help="the JSON file to write")
     args = arguments.parse_args()
     with report_errors():
-        cfg = config_of(args)
+        cfg, file = config_of(args), Path(args.curve)
+        check_writable(file.parent, "--curve")
         computed = {**cfg.scheduler, "cache_threshold": 0.0, "guidance_interval": (0.0, 1.0)}
         cfg = cfg.model_copy(update={"scheduler": computed})
         requests, weights = preflight(cfg)
@@ -55,7 +57,8 @@ def main() -> None:
         pipeline = build_pipeline(cfg, weights, SequenceMesh(1), device)
         curve = fitted_curve(pipeline, requests)
 
-    Path(args.curve).write_text(json.dumps(curve) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(curve) + "\n")
     levels = levels_of(pipeline, requests[0])
     for threshold in SHOWN:
         computed = computed_steps(levels, [True] * len(levels), curve, threshold)

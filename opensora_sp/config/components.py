@@ -140,7 +140,7 @@ def check_types(
 
 def _message(key: str, finding: Any, options: dict[str, Any], known: list[str]) -> str:
     option = finding["loc"][0]
-    if finding["type"] == "extra_forbidden":
+    if finding["type"] == "extra_forbidden" and len(finding["loc"]) == 1:
         advice = nearest(option, known, otherwise="remove it")
         return f"got the unknown key '{key}.{option}'; expected one of {known}; {advice}"
     if option not in options:

@@ -23,7 +23,7 @@ from typing import Any
 from opensora_sp.common.files import MAX_BYTES, or_shipped, read_small_file
 from opensora_sp.common.importing import nearest
 
-from .draft import DELETE, Draft, Key, dotted, leaves, raise_together
+from .draft import DELETE, DICTS_OR_PATHS, Draft, Key, dotted, leaves, raise_together
 
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")
@@ -203,7 +203,7 @@ def _replaced(inherited: Draft, draft: Draft) -> Iterator[str]:
         dicts |= {leaf[:length] for length in range(1, len(leaf))}
 
     for key in sorted(dicts):
-        if key in draft and not isinstance(draft.get(key), dict):
+        if key not in DICTS_OR_PATHS and key in draft and not isinstance(draft.get(key), dict):
             name = dotted(key)
             yield (
                 f"got {name} = {draft.get(key)!r} in the place of an inherited dict (of "

@@ -21,6 +21,9 @@ Key = tuple[Any, ...]
 DELETE = "_delete_"
 """In a dict: replace the inherited dict instead of merging into it."""
 
+DICTS_OR_PATHS = {("scheduler", "cache_curve")}
+"""Keys of dicts that the path of a JSON file may replace."""
+
 _MISSING = object()
 # Begins most messages of pydantic.
 _INPUT = "Input should be "
@@ -91,7 +94,7 @@ class Draft:
         key = (*above, last)
 
         replaces_dict = isinstance(parent.get(last), dict) and not isinstance(setting, dict)
-        if replaces_dict and setting is not None:
+        if replaces_dict and setting is not None and key not in DICTS_OR_PATHS:
             raise ValueError(
                 f"got {dotted(key)} = {setting!r} in the place of a dict (of {self.origin(key)}); "
                 f"expected a dict; write {dotted(key)}.part=value for a part of it, or "

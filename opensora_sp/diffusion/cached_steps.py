@@ -84,12 +84,17 @@ def described_model(model: type, config: Any) -> dict[str, Any]:
 
 
 def check_curve(curve: CacheCurve, model: type, config: Any) -> None:
-    """Raise ValueError unless a curve is of a model of this class and these sizes."""
+    """Raise ValueError unless a curve is a rising one of a model of this class and sizes."""
     expected = described_model(model, config)
     if curve["model"] != expected:
         raise ValueError(
             f"got a cache_curve of the model {curve['model']}; expected {expected}; fit one with "
             "scripts/fit_cache_curve.py, or remove cache_curve and cache_threshold"
+        )
+    if any(length > following for length, following in pairwise(curve["path"])):
+        raise ValueError(
+            f"got a cache_curve whose path falls: {curve['path']}; expected lengths up to rising "
+            "noise levels; fit the curve again with scripts/fit_cache_curve.py"
         )
 
 
@@ -123,7 +128,7 @@ class SamplingOptions:
         if not 0 <= low <= high <= 1:
             raise ValueError(
                 f"got guidance_interval {(low, high)}; expected two noise levels from 0 (data) to "
-                "1 (noise), the lower one first; correct them, or set cfg_scale=1 for no guidance"
+                "1 (noise), the lower one first; correct them"
             )
         if self.cache_threshold and self.cache_curve is None:
             raise ValueError(
@@ -161,7 +166,9 @@ def sampling_steps(
     # A timestep transform may round the first one up.
     levels = [min(level, 1.0) for level in levels]
     low, high = process.guidance_interval
-    guided = [low <= level <= high for level in levels]
+    # Without guidance by text or frames there is none to leave out.
+    is_off = process.cfg_scale == 1 and getattr(process, "image_cfg_scale", None) in (None, 1)
+    guided = [is_off or low <= level <= high for level in levels]
     if not any(guided):
         raise ValueError(
             f"got guidance_interval {(low, high)}, in which no step lies; expected some of the "
@@ -199,7 +206,9 @@ def computed_steps(
     computed, change = [True], 0.0
     for i, (last, level) in enumerate(pairwise(levels), 1):
         distance = path_length(curve["path"], last) - path_length(curve["path"], level)
-        change += max(0.0, float(np.polyval(curve["polynomial"], distance)))
+        # The largest up to there: beyond the distances of its fit the polynomial may fall.
+        changes = np.polyval(curve["polynomial"], np.linspace(0, distance, 20))
+        change += max(0.0, float(changes.max()))
         must = i + 1 == len(levels) or guided[i] != guided[i - 1]
         computed.append(must or change >= threshold)
         if computed[-1]:

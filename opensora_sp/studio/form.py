@@ -14,6 +14,7 @@ import torch
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.diffusion.cached_steps import SamplingOptions
 from opensora_sp.encoders import planned_latent_size, planned_whole_frames
 from opensora_sp.sampling.reference_frames import insert_references
 from opensora_sp.sampling.requests import Request, probe_reference
@@ -107,9 +108,10 @@ def settings_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     settings["resolution"] = "x".join(map(str, facts["image_size"]))
     settings["scheduler.num_sampling_steps"] = process.num_sampling_steps
     settings |= {"scheduler.cfg_scale": f"{process.cfg_scale:g}", "fps": f"{facts['fps']:g}"}
-    low, high = getattr(process, "guidance_interval", (0, 1))
-    settings["scheduler.guidance_interval"] = f"{low:g}, {high:g}"
-    settings["scheduler.cache_threshold"] = f"{getattr(process, 'cache_threshold', 0):g}"
+    if isinstance(process, SamplingOptions):
+        low, high = process.guidance_interval
+        settings["scheduler.guidance_interval"] = f"{low:g}, {high:g}"
+        settings["scheduler.cache_threshold"] = f"{process.cache_threshold:g}"
     for key, setting in settings.items():
         settings[key] = "" if setting is None else str(setting)
     for key in LISTS:

@@ -57,6 +57,8 @@ def test_computed_steps() -> None:
     assert numbers(0.25) == [0, 3, 6, 9]
     assert numbers(0.35) == [0, 4, 8, 9]
     assert numbers(9.0) == [0, 9]
+    # A polynomial that falls beyond 0.05, at a distance of 0.1.
+    assert numbers(0.02, curve=CURVE | {"polynomial": [-10.0, 1.0, 0.0]}) == list(range(10))
     assert numbers(0.25, [True] * 4 + [False] * 6) == [0, 3, 4, 7, 9]
     # The embedding changes twice as fast in the first half of the path, and more than linearly.
     bent = CURVE | {"path": [0.0, 1.0, 3.0], "polynomial": [1.0, 0.0, 0.0]}
@@ -227,6 +229,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no curve": ({"cache_threshold": 0.1}, "got cache_threshold 0.1 without a cache_curve"),
     "no file": ({"cache_curve": "none.json"}, "got cache_curve 'none.json', which is no file"),
     "numbers": ({"cache_curve": CURVE | {"path": ["a", 1]}}, "expected a valid number"),
+    "falls": (
+        {"cache_curve": CURVE | {"path": [1.0, 0.0]}, "cache_threshold": 0.1},
+        "got a cache_curve whose path falls: .*; expected lengths up to rising",
+    ),
+    "unknown": (
+        {"cache_curve": CURVE | {"more": 1}},
+        "got scheduler.cache_curve = .*; expected another value",
+    ),
     "model": (
         {"cache_curve": other_model(CURVE), "cache_threshold": 0.1},
         "got a cache_curve of the model .*'depth': 28.*; expected .*'depth': 2",
@@ -252,3 +262,22 @@ def test_a_config_reads_a_curve_from_its_file(trained: Path, tmp_path: Path) -> 
     (tmp_path / "curve.json").write_text(json.dumps(CURVE))
     cfg = config(trained, **{"scheduler.cache_curve": str(tmp_path / "curve.json")})
     assert cfg.scheduler["cache_curve"] == CURVE
+
+    # In the place of the curve that a config has.
+    derived = tmp_path / "derived.py"
+    derived.write_text(
+        f"_base_ = ['{trained / 'sample.py'}']\nscheduler = dict(cache_curve={CURVE})"
+    )
+    further = tmp_path / "further.py"
+    lines = f"_base_ = ['derived.py']\nscheduler = dict(cache_curve='{tmp_path / 'curve.json'}')"
+    further.write_text(lines)
+    (tmp_path / "curve.json").write_text(json.dumps(CURVE | {"polynomial": [2.0, 0.0]}))
+    path = {"scheduler.cache_curve": str(tmp_path / "curve.json")}
+    for cfg in (load_inference_config(derived, values=path), load_inference_config(further)):
+        assert cfg.scheduler["cache_curve"]["polynomial"] == [2.0, 0.0]
+
+
+def test_without_guidance_an_interval_changes_nothing(trained: Path) -> None:
+    values = {"scheduler.guidance_interval": (0.9, 0.95), "scheduler.cfg_scale": 1}
+    cfg = config(trained, **values)
+    assert "guided_steps" not in facts_of(cfg, requests_of(cfg, PROMPTS)[0])

@@ -230,6 +230,8 @@ def test_adapters_are_loaded_weighted_fused_and_unloaded(v12: Path, tmp_path: Pa
     for call, message in (
         (lambda: pipeline.set_adapters("on"), "got adapter 'on'; expected.*did you mean 'one'"),
         (lambda: pipeline.set_adapters("one", [1, 2]), "got 2 adapter_weights.*expected one"),
+        (lambda: pipeline.set_adapters(["one", "one"]), "'one', 'one'.*; expected each once"),
+        (lambda: pipeline.set_adapters("one", float("nan")), "got the scale nan.*finite number"),
         (lambda: pipeline.load_lora_weights(two, adapter_name="one"), "'one' twice; expected a"),
         (lambda: pipeline.load_lora_weights(v12), "no adapter_config.json.*expected"),
     ):

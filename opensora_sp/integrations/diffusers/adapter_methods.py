@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opensora_sp.checkpoint import Adapters, Stored, Weights, check_adapters, open_adapters
-from opensora_sp.checkpoint.adapters import merged, warn_of_other_base
+from opensora_sp.checkpoint.adapters import MAX_SCALE, merged, warn_of_other_base
 from opensora_sp.common.importing import nearest
 
 
@@ -71,7 +71,7 @@ class AdapterMethods:
         """Let these adapters be active, each with its scale, 1 by default.
 
         Raises:
-            ValueError: for names that are not loaded, or another number of scales.
+            ValueError: for names that are not loaded or given twice, or scales that do not fit.
         """
         names = [adapter_names] if isinstance(adapter_names, str) else [*adapter_names]
         scales = 1.0 if adapter_weights is None else adapter_weights
@@ -82,6 +82,8 @@ class AdapterMethods:
                 f"got {len(scales)} adapter_weights for the adapters {names}; expected one, or one "
                 "for each; pass as many"
             )
+        if len({*names}) < len(names):
+            raise ValueError(f"got the adapters {names}; expected each once; add up their scales")
         for name in names:
             if name not in self._loaded:
                 known = [*self._loaded]
@@ -110,6 +112,13 @@ class AdapterMethods:
 
     @torch.no_grad()
     def _merge(self, scales: dict[str, float]) -> None:
+        for name, scale in scales.items():
+            # nan is no number up to it, either.
+            if not abs(scale) <= MAX_SCALE:
+                raise ValueError(
+                    f"got the scale {scale} for the adapter {name!r}; expected a finite number up "
+                    f"to {MAX_SCALE:g}; pass for example 0.8"
+                )
         self._restore()
         loaded = self._loaded
         active = [replace(loaded[name], scale=loaded[name].scale * scales[name]) for name in scales]
