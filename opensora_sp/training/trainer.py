@@ -90,6 +90,7 @@ class Trainer:
         self.reserved = _allocated(device)
         cfg = with_chosen_batch_sizes(cfg, checkpoint, self.mesh, device, reserved=self.reserved)
 
+        self._lora: LoraRun | None = None
         self._build_boosted_model(cfg, checkpoint)
         state = self._restore(cfg, checkpoint)
         self.start: int = state["step"]
@@ -215,7 +216,6 @@ class Trainer:
         model = cfg.model_spec.build()
         check_encoders(model.config, self.source, self.source)
 
-        self._lora: LoraRun | None = None
         if cfg.lora is not None:
             # Before the adapters: DoRA begins at the norms of these weights.
             self._lora = load_base(cfg, model)

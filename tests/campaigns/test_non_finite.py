@@ -247,8 +247,8 @@ def gradient_changed(fault: Fault) -> Iterator[None]:
 
     build = Trainer._build_model
 
-    def build_model(self: Any, cfg: Any) -> Any:
-        model = build(self, cfg)
+    def build_model(self: Any, *args: Any) -> Any:
+        model = build(self, *args)
 
         def change(gradient: torch.Tensor) -> torch.Tensor:
             if not is_struck():

@@ -27,7 +27,7 @@ OF_EACH_STEP = [
 ]
 
 
-def exact_model(trainer: Any, cfg: TrainConfig) -> Any:
+def exact_model(trainer: Any, cfg: TrainConfig, checkpoint: Path | None = None) -> Any:
     """In place of ``Trainer._build_model``: in float64, with random weights."""
     torch.manual_seed(cfg.seed)
     model = cfg.model_spec.build().double()
