@@ -268,6 +268,7 @@ def convert_encoder(
     Args:
         source: folder with weights in any layout and ``config.json``.
         target: a new or empty folder.
+        max_shard_size: of a file, in bytes or as "5GB".
 
     Returns:
         The number of tensors.

@@ -36,6 +36,9 @@ class ZeroOptimizer(Protocol):
 class NamedShards:
     """A boosted model's trainable parameters by name, with this rank's shards of what ZeRO keeps.
 
+    Args:
+        module: the bare model.
+
     Attributes:
         working: the model's own parameters, in the training's precision.
         master_weights: this rank's shards of the fp32 master weights.

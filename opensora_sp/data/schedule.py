@@ -200,7 +200,10 @@ def _earliest(
 def _place(
     nested: _Nested, table: np.ndarray, order: list[int], sizes: range, end: float
 ) -> _Placed | None:
-    """Place micro-batches so that all have ended by ``end``; None where one finds no group."""
+    """Place micro-batches so that all have ended by ``end``; None where one finds no group.
+
+    ``table`` has the seconds of each micro-batch in groups of each size.
+    """
     # Smaller groups come first, whenever they are free.
     preferred = np.where(np.isin(nested.size, sizes), nested.size * 2 * end, np.inf)
     # When the last rank of each group is free.

@@ -88,6 +88,7 @@ def independent_pieces(vae: Any, *, num_frames: int, latent_frames: int) -> list
     """The parts of a clip that ``vae`` encodes and decodes independently, in order.
 
     Args:
+        vae: a ``LatentEncoder``.
         latent_frames: latent frames of the clip, ``vae.latent_size(...)[0]`` or
             ``latents.shape[2]``.
 

@@ -298,7 +298,7 @@ def _attend_packed(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: P
 
 def _by_lengths(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """Samples of equal lengths share a call, wherever they lie."""
-    # On a CPU there is no kernel for packed tokens, and a call for each sample would be slow.
+    # Here no kernel takes packed tokens, as on a CPU, and a call for each sample would be slow.
     alike = defaultdict(list)
     for i, lengths in enumerate(zip(packing.queries, packing.keys, strict=True)):
         alike[lengths].append(i)

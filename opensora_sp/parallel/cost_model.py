@@ -1,7 +1,7 @@
 """Speed of a device and of its links, by which strategies, planner, schedule and sampler choose.
 
-``CostModel`` has every rate; ``gpus.PRESETS`` are the models of known devices, and ``opensora-sp
-plan --calibrate`` measures one. Costs are in seconds.
+``CostModel`` has every rate; ``PRESETS`` in ``runtime/cost_models.py`` are the models of known
+devices, and ``opensora-sp plan --calibrate`` measures one. Costs are in seconds.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ SHEETS = {
     "RTX-3090": DataSheet(71, 936, 24, 32),  # GA102 GPU architecture, appendix A
 }
 GPUS = {name: sheet.rates(name) for name, sheet in SHEETS.items()}
-# Measured, or assumed in part: see above.
+# Measured, or assumed in part: see ``parallel/cost_model.py``.
 GPUS |= {"H100": H100, "H200": H200}
 PRESETS = {**GPUS, "CPU": CPU}
 

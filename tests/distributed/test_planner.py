@@ -25,8 +25,15 @@ from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.strategies import registered_strategies, strategy_for
 from opensora_sp.planner import run_estimator
 from opensora_sp.planner.fit import fit
-from opensora_sp.planner.live_peak import LivePeak
-from opensora_sp.planner.memory import budget_of, memory_for
+from opensora_sp.planner.live_peak import WORKSPACES, LivePeak
+from opensora_sp.planner.memory import (
+    GradientBucket,
+    LocalGradients,
+    ModelSizes,
+    Zero,
+    budget_of,
+    memory_for,
+)
 from opensora_sp.planner.run_estimator import RunEstimator
 from opensora_sp.planner.run_plan import plan
 from opensora_sp.planner.seconds import blocks_work
@@ -521,6 +528,32 @@ def test_the_rank_with_most_frames_is_traced() -> None:
         for frames in (5, 8)
     )
     assert 0.75 * eight < five < eight
+
+
+def test_gradients_of_a_backward_pass_by_hand() -> None:
+    """10, 7, 5 and 3 numbers in 16 bits on four ranks, which pad them to 12, 8, 8 and 4."""
+    sizes = ModelSizes(final=(10,), pairs=((7, 5),), rest=(3,), frozen=0)
+    for stage, received in ((1, 0), (2, 3)):
+        # The bucket, its flat copy, and what this rank receives of it.
+        bucket = GradientBucket(Zero(4, stage, 2), sizes)
+        bucket.add(10)
+        bucket.reduce()
+        assert bucket.take_peak() == 2 * (10 + 10 + received)
+
+    # All in fp32, beside the largest that arrives.
+    local = LocalGradients(Zero(4, 1, 2, accumulates_locally=True), sizes)
+    local.add(7)
+    local.add(5)
+    assert [local.take_peak(), local.take_peak()] == [4 * 32 + 2 * 7, 4 * 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_workspace_of_an_exchange_by_hand(dtype: torch.dtype) -> None:
+    """8 tokens of 300 numbers are sent, 11 received, in the allocator's blocks of 512 bytes."""
+    tokens = torch.empty(8, 3, 100, dtype=dtype, device="meta")
+    rule = WORKSPACES[torch.ops.opensora_sp.exchange.default]
+    found = rule((tokens, None, None, [3, 5], [4, 7]), None)
+    assert found == {2: 13 * 512, 4: 26 * 512}[dtype.itemsize]
 
 
 FRAMES = ["cond_type=i2v_head", "model.use_cond=True", "batch_size=1"]

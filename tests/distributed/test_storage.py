@@ -272,6 +272,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: flip(f / "COMMIT", -5), "manifest.json is not the one that COMMIT names"),
     (lambda f: (f / "COMMIT").write_text(""), "COMMIT holds b''; expected a format"),
     (lambda f: os.truncate(f / "COMMIT", 1 << 40), "COMMIT of more than 1,024 bytes"),
+    (lambda f: os.truncate(f / "manifest.json", 1 << 40), "manifest.json of more than"),
     (lambda f: (f / "manifest.json").unlink(), r"manifest.json \(No such file or directory\)"),
 ]
 # What they do not refuse is not called damaged.

@@ -16,6 +16,7 @@ from opensora_sp.parallel.cost_model import CPU, H100, H200, CostModel
 from opensora_sp.planner.calibration import fitted_link
 from opensora_sp.runtime.cost_models import (
     PRESETS,
+    SHEETS,
     cost_model_of,
     preset_of,
     read_cost_model,
@@ -36,6 +37,23 @@ def test_presets_are_found_by_name_and_by_device(monkeypatch):
     assert preset_of("Some GPU") is H100 and preset_of(None) is CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cost_model_of(None) is CPU
+
+
+@pytest.mark.parametrize(
+    ("device", "preset", "memory"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB", 40e9),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB", 80e9),
+        ("NVIDIA L40S", "L40S", 48e9),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090", 32e9),
+        ("NVIDIA H100 PCIe", "H100-PCIe", 80e9),
+    ],
+)
+def test_gpus_have_the_shares_of_their_data_sheets(device, preset, memory):
+    rates = preset_of(device)
+    assert rates.name == preset and rates.memory == memory
+    assert 0.5 < rates.flops / (SHEETS[preset].tflops * 1e12) < 0.9
+    assert rates.attention_backward < rates.attention_forward < rates.flops
 
 
 @pytest.mark.parametrize("name", PRESETS)
