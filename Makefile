@@ -62,7 +62,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/check_demo.py $(DEMO)
 	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.gif"
 
-# The weights of opensora_sp/shipped_models/toy; its README.md says how good they are.
+# The weights of opensora_sp/shipped_models/toy; its README.md has their scores.
 toy: $(VENV)/.installed
 	rm -rf data/toy_model outputs/toy build/toy
 	$(BIN)/python scripts/make_toy_clips.py data/toy_model/clips --num 4096

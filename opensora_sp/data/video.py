@@ -326,7 +326,7 @@ def _frames_from(
         keys = [pts for pts, is_key in times[: start + 1] if is_key]
         container.seek(max(keys, default=times[0][0]), stream=stream)
 
-        # By display time: after a seek, nothing else tells which frame of the file is decoded.
+        # By display time: after a seek, nothing else states which frame of the file is decoded.
         numbers = {pts: number for number, (pts, _) in enumerate(times)}
         decoded = _decoded(container, stream, budget)
         frames = ((numbers[frame.pts], frame) for frame in decoded if frame.pts in numbers)

@@ -31,7 +31,7 @@ from opensora_sp.models.block_cache import BlockCache
 
 from .process import DiffusionProcess, Geometry, Prediction, Share
 
-# Of a model's configuration: what tells models apart by their curves.
+# Of a model's configuration: what differs between models with other curves.
 MODEL_SIZES = ("in_channels", "hidden_size", "depth", "num_heads")
 
 

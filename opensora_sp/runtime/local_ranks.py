@@ -85,7 +85,7 @@ class LocalRanks:
             while True:
                 if not is_sent and is_cancelled():
                     is_sent = True
-                    # To rank 0 alone, which tells the others between two steps; else they might
+                    # To rank 0 alone, which informs the others between two steps; else they might
                     # stop at different ones.
                     self._pipes[0].send(None)
                 for ready in wait(self._pipes, INTERVAL):

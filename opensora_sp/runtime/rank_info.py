@@ -146,7 +146,7 @@ def _shorten(text: str) -> str:
 def source_digest() -> str:
     """Twelve hex digits of the SHA-256 of this package's source files and their names."""
     digest = hashlib.sha256()
-    # The version alone does not tell working copies of a repository apart.
+    # The version alone is the same for working copies that differ.
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix().encode()
         digest.update(name + b"\0" + path.read_bytes() + b"\0")
