@@ -72,7 +72,7 @@ def seconds(step: Callable[[], None]) -> float:
 
 def compare_shapes() -> float:
     """Median seconds of the check before a forward. Collective."""
-    plan = ShardPlan("enter", ("spatial",), ("temporal",), "leave")
+    plan = ShardPlan(enter="a", spatial=("b",), temporal=("c",), leave="d", tokens="b t s c")
     check, model = InputCheck(SequenceMesh(2), Options(), plan, list), nn.Identity()
     x = torch.zeros(1, 4, 8, 16, 16)
     inputs = dict(timestep=torch.zeros(1), y=torch.zeros(1, 1, 4, 8), mask=None)

@@ -142,6 +142,9 @@ def load_draft(
         if values and "resolution" in values:
             for key in ("image_size", "aspect_ratio"):
                 draft.pop(key)
+        # A file takes the place of the config's own curve, which is a dict.
+        if values and "scheduler.cache_curve" in values:
+            draft.pop("scheduler.cache_curve")
         settings = (
             partial(draft.set, key, setting, _flag(key)) for key, setting in (values or {}).items()
         )
