@@ -54,7 +54,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/make_toy_clips.py data/toy --num 768
 	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1 --all-captions
 	@echo "[3/5] train from random weights on two ranks: 7 minutes"
-	$(RANKS) 2 $(TRAIN) max_steps=1500
+	$(RANKS) 2 $(TRAIN) max_steps=1500 lr_schedule=constant
 	@echo "[4/5] resume on three ranks: 3 minutes"
 	$(RANKS) 3 $(TRAIN) sp_size=3 --resume auto
 	@echo "[5/5] sample, check the losses, and samples of held-out captions: 1 minute"

@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.time_limit import limit_time
+from benchmarks.processes import limit_time
 
 FOLDER = Path(__file__).parent
-HELPERS = ("__init__", "__main__", "time_limit")
+HELPERS = ("__init__", "__main__", "processes")
 
 
 def main(words: Sequence[str]) -> int:

@@ -2,10 +2,8 @@
 
     python -m benchmarks attention_memory
     python -m benchmarks attention_memory --tokens 20000
-    python -m benchmarks attention_memory --full
 
-The default is 200,000 tokens per clip (minutes and 15 GB on CPU). ``--full`` measures full 3D
-attention, forward, with one head of width 16.
+The default is 200,000 tokens per clip (minutes and 15 GB on CPU).
 
 On CPU the live tensor bytes are counted, on CUDA the allocator reports the peak. The batch has two
 clips of different sizes; at least a fifth of the text and of the video is masked. The lower bound
@@ -21,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from opensora_sp.models import build_model
 from opensora_sp.planner.live_peak import LivePeak
@@ -82,39 +78,23 @@ def saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
     return sum(kept.values())
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.bytes = max(self.bytes, leaf.numel() * leaf.element_size())
-        return result
-
-
-def pair_of_blocks(width: int, heads: int, device: torch.device, **options: object) -> nn.Module:
+def pair_of_blocks(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     model = build_model(
         "STDiT3",
         depth=1,
-        hidden_size=width,
-        num_heads=heads,
+        hidden_size=WIDTH,
+        num_heads=HEADS,
         patch_size=(1, 1, 1),
         caption_channels=64,
         model_max_length=TEXT,
-        **options,
     )
     return model.to(device)
 
 
 def measure_masks(tokens: int, device: torch.device) -> dict[str, Any]:
     """Print peaks with and without masks, and their ratios to the bounds; returns both."""
-    model, fewer = pair_of_blocks(WIDTH, HEADS, device), tokens // 4
+    model, fewer = pair_of_blocks(device), tokens // 4
 
     peaks = {}
     for count in (fewer, tokens):
@@ -150,30 +130,13 @@ def measure_masks(tokens: int, device: torch.device) -> dict[str, Any]:
     return {"tokens": tokens, "peak_bytes": masked, "lower_bound_bytes": parts, "ratios": ratios}
 
 
-def measure_full_attention(tokens: int, device: torch.device) -> dict[str, Any]:
-    model = pair_of_blocks(16, 1, device, full_attention=True)
-    x = torch.randn(1, 4, FRAMES, tokens // FRAMES // COLUMNS, COLUMNS, device=device)
-    start = time.perf_counter()
-    with torch.no_grad(), Largest() as largest:
-        model(x, torch.tensor([500.0], device=device), torch.randn(1, 1, TEXT, 64, device=device))
-    seconds = time.perf_counter() - start
-    print(
-        f"full 3D attention, {tokens:,} tokens: "
-        f"largest tensor {largest.bytes / 1e6:.1f} MB (bound 64)"
-    )
-    print(f"a matrix of scores would be {tokens**2 * 4 / 1e9:.0f} GB ({seconds:.0f} s)")
-    return {"tokens": tokens, "largest_tensor_bytes": largest.bytes, "seconds": seconds}
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, default=MAX_TOKENS, help="tokens of a clip, in steps of 8,000"
     )
-    parser.add_argument("--full", action="store_true", help="full 3D attention instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     step = 4 * FRAMES * COLUMNS
-    measure = measure_full_attention if args.full else measure_masks
-    return measure(max(step, args.tokens // step * step), torch.device(args.device))
+    return measure_masks(max(step, args.tokens // step * step), torch.device(args.device))

@@ -19,21 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.checkpoint import find_weights
 from opensora_sp.config import load_inference_config
-from opensora_sp.data import toy_clip
 from opensora_sp.data.toy import ToyClip, is_held_out, toy_captions
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of, steps_of_video
-from opensora_sp.sampling.run import build_pipeline
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-CLIP_SEED, NUM_CLIPS, BATCH = 8, 64, 16
+# The scripts are not part of a package.
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from check_demo import captioned_clips, load_pipeline
+from toy_judge import Seen, judge
+
+NUM_CLIPS, BATCH = 64, 16
 THRESHOLDS = (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 INTERVALS = ((0.0, 0.5), (0.2, 0.8), (0.5, 1.0), (0.3, 1.0), (0.0, 0.9))
-BOTH = (0.1, (0.3, 1.0))
+BOTH = {"cache_threshold": 0.1, "guidance_interval": (0.3, 1.0)}
 FEWER = (13, 6)
 
 
@@ -58,23 +59,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     cfg = load_inference_config(args.config, values={"scheduler.cache_curve": args.curve})
-    weights = find_weights(args.ckpt, ema=True)
-    pipeline = build_pipeline(cfg, weights, SequenceMesh(1), torch.device("cpu"))
-    clips = toy_clips()
+    pipeline = load_pipeline(Path(args.ckpt), cfg)
+    # All captions that training sets leave out, and others.
+    most = sum(map(is_held_out, toy_captions()))
+    clips = captioned_clips(most, held_out=True)
+    clips += captioned_clips(NUM_CLIPS - most, held_out=False)
 
-    settings: list[tuple[str, dict[str, Any]]] = [("all steps", {})]
-    for threshold in THRESHOLDS:
-        settings.append((f"cache_threshold={threshold}", {"cache_threshold": threshold}))
-    for interval in INTERVALS:
-        settings.append((f"guidance_interval={interval}", {"guidance_interval": interval}))
-    threshold, interval = BOTH
-    both = {"cache_threshold": threshold, "guidance_interval": interval}
-    settings.append((f"{threshold} and {interval}", both))
-    for number in FEWER:
-        settings.append((f"num_sampling_steps={number}", {"num_sampling_steps": number}))
-    settings.append(("all steps", {}))
-
-    results = [measure(pipeline, clips, name, options) for name, options in settings]
+    settings: list[dict[str, Any]] = [{}]
+    settings += [{"cache_threshold": threshold} for threshold in THRESHOLDS]
+    settings += [{"guidance_interval": interval} for interval in INTERVALS]
+    settings += [BOTH, *({"num_sampling_steps": number} for number in FEWER), {}]
+    results = [measure(pipeline, clips, options) for options in settings]
     whole = (results[0].seconds + results.pop().seconds) / 2
     exact = results[0].latents
     print("| setting | computed | guided | times faster | errors of 64 | difference |")
@@ -92,27 +87,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"whole": whole, "settings": figures}
 
 
-def toy_clips() -> list[ToyClip]:
-    """Clips of different captions: all captions that training sets do not have, and others."""
-    held_out = sum(map(is_held_out, toy_captions()))
-    clips: dict[str, ToyClip] = {}
-    others: dict[str, ToyClip] = {}
-    number = 0
-    while len(clips) < held_out or len(clips) + len(others) < NUM_CLIPS:
-        clip = toy_clip(CLIP_SEED, number)
-        chosen = clips if is_held_out(clip.caption) else others
-        chosen.setdefault(clip.caption, clip)
-        number += 1
-    return [*clips.values(), *others.values()][:NUM_CLIPS]
-
-
-def measure(
-    pipeline: Pipeline, clips: list[ToyClip], name: str, options: dict[str, Any]
-) -> Measured:
-    # Its scripts are not part of the package.
-    sys.path.append(str(SCRIPTS))
-    from toy_judge import Seen, judge
-
+def measure(pipeline: Pipeline, clips: list[ToyClip], options: dict[str, Any]) -> Measured:
+    name = ", ".join(f"{key}={value}" for key, value in options.items()) or "all steps"
     scheduler = {**pipeline.cfg.scheduler, **options}
     cfg = pipeline.cfg.model_copy(update={"scheduler": scheduler})
     changed = Pipeline(cfg, pipeline.model, pipeline.vae, pipeline.text_encoder, pipeline.device)

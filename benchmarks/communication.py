@@ -5,19 +5,17 @@ python -m benchmarks communication --batch 3 --frames 5 --ranks 8
 """
 
 import argparse
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from benchmarks.time_limit import limit_time
+from benchmarks.processes import on_ranks
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
-from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize, shutdown_process_group
+from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 
 DEPTH, HEADS = 4, 4
 
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if not args.batch:
             cases += [Case(batch, args.frames, args.patches) for batch in (2, 3, 4, 8)]
 
-        for case, sent in zip(cases, count(cases, ranks), strict=True):
+        for case, sent in zip(cases, on_ranks(ranks, count, cases), strict=True):
             row = row_of(case, ranks, sent)
             rows.append(row)
             print(markdown(row))
@@ -103,28 +101,11 @@ STRATEGIES: list[dict[str, Any]] = [
 ]
 
 
-def count(cases: list[Case], ranks: int) -> list[tuple[float, float, float]]:
-    """For each case the bytes of the mean rank, of the busiest, and of the mean in recompute."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_steps, (ranks, port, cases, results), nprocs=ranks)
-    return results.get()
+def count(cases: list[Case]) -> list[tuple[float, float, float]]:
+    """For each case the bytes of the mean rank, of the busiest, and of the mean in recompute.
 
-
-def _steps(rank: int, ranks: int, port: int, cases: list[Case], results: Any) -> None:
-    limit_time()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    found = count_on_ranks(cases)
-    if rank == 0:
-        results.put(found)
-    shutdown_process_group()
-
-
-def count_on_ranks(cases: list[Case]) -> list[tuple[float, float, float]]:
-    """``count`` in a process group, on every rank of it."""
+    Collective.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh, found = SequenceMesh(ranks), []
     for case in cases:

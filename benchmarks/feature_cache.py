@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from opensora_sp.data import toy_clip, write_video
-
 ROOT = Path(__file__).parent.parent
 CLIPS = 12
 CONFIG = """
@@ -69,12 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def write_set(folder: Path) -> None:
     from diffusers import AutoencoderKL
 
-    lines = ["path,text"]
-    for number in range(CLIPS):
-        clip = toy_clip(0, number)
-        write_video(folder / f"{number}.mp4", clip.draw(16, 64), fps=8)
-        lines.append(f"{number}.mp4,{clip.caption}")
-    (folder / "clips.csv").write_text("\n".join(lines) + "\n")
+    run_script("scripts/make_toy_clips.py", folder, "--num", CLIPS, "--num-frames", 16)
     torch.manual_seed(0)
     AutoencoderKL(
         block_out_channels=(32, 64, 128, 128),

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora_sp.device_verification import choose_kernels
-from opensora_sp.models import build_model
+from opensora_sp.models import build_model, compile_blocks
 from opensora_sp.models.attention import attention
 from opensora_sp.models.kernels.fused import Kernels, current_kernels
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED
@@ -95,6 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="as in a config; auto: the Triton kernels that this GPU has verified",
     )
+    parser.add_argument("--compile", action="store_true", help="torch.compile per block")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median")
     parser.add_argument("--quick", action="store_true", help="two pairs of blocks")
     parser.add_argument("--doctor", action="store_true", help="also run doctor --device")
@@ -244,11 +245,13 @@ def steps(gpu: CostModel, args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def step_figures(config: Any, shape: Shape, gpu: CostModel, args: argparse.Namespace) -> Figures:
-    """Milliseconds, MFU, and the peak of weights and activations in GB."""
+    """Tokens/s, milliseconds, MFU, and the peak of weights and activations in GB."""
     with DEVICE:
         model: Any = build_model("STDiT3", **dataclasses.asdict(config)).to(BF16)
     model.set_grad_checkpoint([args.level] * len(model.transformer_blocks))
     parallelize(model, SequenceMesh(1))
+    if args.compile:
+        compile_blocks(model)
     weights = sum(
         one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers())
     )
@@ -268,7 +271,9 @@ def step_figures(config: Any, shape: Shape, gpu: CostModel, args: argparse.Names
     peak_flops = 1e12 * SHEETS[gpu.name].tflops
     mfu = Compared(flops / seconds / peak_flops, flops / planned_seconds / peak_flops)
     memory = Compared(peak / 1e9, (weights + planned_activations) / 1e9)
-    return time.columns("ms") | mfu.columns("MFU") | memory.columns("peak GB")
+    tokens = shape.batch * shape.frames * shape.patches
+    columns = time.columns("ms") | mfu.columns("MFU") | memory.columns("peak GB")
+    return {"tokens/s": tokens / seconds} | columns
 
 
 def plan_of(config: Any, shape: Shape, gpu: CostModel, level: int) -> tuple[float, float]:

@@ -196,11 +196,10 @@ class Training:
         for step in self.steps("mixed", epoch):
             for one in step:
                 places[one.ids] = len(places)
-                of_weights = torch.autograd.grad(
-                    self.losses(one.ids, epoch).mean(), self.parameters, allow_unused=True
-                )
+                loss = self.losses(one.ids, epoch).mean()
+                of_weights = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
                 buckets.append(one.bucket)
-                gradients.append(_flat(of_weights, self.parameters))
+                gradients.append(torch.cat([gradient.flatten() for gradient in of_weights]))
         products = _products(gradients)
 
         by_cost = [[places[one.ids] for one in step] for step in self.steps("by_cost", epoch)]
@@ -225,13 +224,6 @@ class Training:
             .item()
             for n in range(len(FRAMES))
         ]
-
-
-def _flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    parts = []
-    for gradient, parameter in zip(gradients, parameters, strict=True):
-        parts.append((torch.zeros_like(parameter) if gradient is None else gradient).flatten())
-    return torch.cat(parts)
 
 
 def _products(gradients: Sequence[Tensor]) -> np.ndarray:

@@ -80,11 +80,7 @@ class Step(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Means over steps.
-
-    ``waiting`` is the slowest rank's time over the mean of all ranks. ``efficiency`` is the time
-    that micro-batches would take on one rank each, without exchanges, over that of all ranks.
-    """
+    """Means over steps; ``waiting`` is the slowest rank's time over the mean of all ranks."""
 
     clips: float
     seconds: float

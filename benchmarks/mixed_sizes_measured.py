@@ -20,14 +20,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -37,19 +33,17 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from PIL import Image
 
+from benchmarks.processes import join_ranks, on_ranks
 from benchmarks.slow_link import (
     RANKS,
+    STORE,
     Clock,
-    join_ranks,
+    add_link_options,
     limit_link,
-    namespaces,
-    require_tools,
-    run_ranks,
+    on_slow_link,
 )
-from benchmarks.time_limit import limit_time
 from opensora_sp.config import load_train_config
 from opensora_sp.data import Entry, write_manifest, write_video
 from opensora_sp.data.loader import StepBatches
@@ -99,18 +93,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rank is not None:
         return work(args)
 
-    require_tools("mixed_sizes_measured")
-    # The namespaces must be removed in any case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with namespaces() as names:
-        figures = run_ranks(names)
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    figures = on_slow_link("mixed_sizes_measured")
     with TemporaryDirectory() as name:
         write_set(Path(name))
-        mp.spawn(count, (port, Path(name), figures["cost_model"]), nprocs=4)
+        on_ranks(4, count, Path(name), figures["cost_model"])
     return figures
 
 
@@ -118,13 +104,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="rounds in which every case trains an epoch"
     )
-    parser.add_argument("--no-limits", action="store_true", help="only report; never fail")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    add_link_options(parser)
 
 
 def work(args: argparse.Namespace) -> dict[str, Any]:
     """Run one rank of two; both know the times of the slower one."""
-    join_ranks(args.rank)
+    join_ranks(args.rank, RANKS, STORE)
     with shared_folder() as folder:
         if args.rank == 0:
             write_set(folder)
@@ -326,17 +311,8 @@ def compare(rounds: dict[str, list[float]]) -> list[dict[str, Any]]:
     return limits
 
 
-def count(rank: int, port: int, folder: Path, cost_model: dict[str, Any]) -> None:
-    """Count an epoch of four ranks that share the cores."""
-    limit_time()
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(minutes=2),
-    )
+def count(folder: Path, cost_model: dict[str, Any]) -> None:
+    """Count an epoch of four ranks that share the cores. Collective."""
     save_cost_model(folder, cost_model)
     model, counted = f"cost_model={folder / 'link.json'}", {}
     for name, options in {
@@ -347,4 +323,3 @@ def count(rank: int, port: int, folder: Path, cost_model: dict[str, Any]) -> Non
         counted[name] = Run(folder, name, [*options, model]).epoch()
     say("\nan epoch on four ranks, counted:")
     report_counts(counted)
-    shutdown_process_group()

@@ -1,10 +1,8 @@
 """Time of a forward and backward step of the plain model, against a naive implementation.
 
 python -m benchmarks model_step
-python -m benchmarks model_step --xl --compile --attention auto
 
-The first checks the ratios of two sizes with C=288, depth 4. The second prints tokens/s and MFU of
-STDiT3-XL/2, for a GPU.
+Checks the ratios of two sizes with C=288, depth 4.
 
 The naive model has the same parameters and output. It has explicit attention scores, separate
 operations for modulation, norm and rotation, and rearranges tokens around each temporal attention.
@@ -20,7 +18,7 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,37 +26,15 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from opensora_sp.device_verification import choose_kernels
-from opensora_sp.models import build_model, compile_blocks
-from opensora_sp.models.kernels import Kernels
+from opensora_sp.models import build_model
 
 SIZES = [((16, 256), 1.0), ((4, 1024), 1.3)]  # (T, S), and the smallest speedup
-XL_SHAPES = [(16, 256, 16), (15, 1590, 1), (15, 1590, 5), (30, 3600, 1)]  # T, S, B
 HEADS, TEXT, TEXT_WIDTH = 4, 120, 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument(
-        "--kernels",
-        choices=get_args(Kernels),
-        default="auto",
-        help="as in a config; auto: the Triton kernels that this GPU has verified",
-    )
-    parser.add_argument("--compile", action="store_true", help="torch.compile per block")
-    parser.add_argument(
-        "--xl", action="store_true", help="STDiT3-XL/2 in bf16 instead: tokens/s and MFU"
-    )
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="with --xl: recompute blocks in backward"
-    )
-    parser.add_argument(
-        "--peak-tflops",
-        type=float,
-        default=989.0,
-        help="peak TFLOP/s for the MFU; 989 is bf16 of an H100 or H200",
-    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,8 +44,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"{os.cpu_count()} cores"
     )
 
-    if args.xl:
-        return {"steps": [xl_step(args, *shape) for shape in XL_SHAPES]}
     compared = [compare(args, *size, at_least) for size, at_least in SIZES]
     return {"sizes": compared, "kept": all(one["kept"] for one in compared)}
 
@@ -85,21 +59,18 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> dict[s
         num_heads=HEADS,
         caption_channels=TEXT_WIDTH,
         model_max_length=TEXT,
-        attention=args.attention,
     )
     model.to(args.device, dtype)
-    choose_kernels(args.kernels, model, dtype=dtype, device=torch.device(args.device))
+    choose_kernels("auto", model, dtype=dtype, device=torch.device(args.device))
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.05)
 
-    x, t, y = inputs(model, T, S, 1, args.device)
+    x, t, y = inputs(model, T, S, args.device)
     with torch.no_grad():
         ours, theirs = model(x, t, y), naive(model, x, t, y).float()
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     assert difference < (1e-4 if dtype == torch.float32 else 5e-2), difference
-    if args.compile:
-        compile_blocks(model)
 
     steps = [step_of(model, f) for f in (lambda: model(x, t, y), lambda: naive(model, x, t, y))]
     rounds = [[seconds(step, args.device) for step in steps] for _ in range(args.repeats + 1)][1:]
@@ -115,52 +86,13 @@ def compare(args: argparse.Namespace, T: int, S: int, at_least: float) -> dict[s
     return {"T": T, "S": S, "ratios": ratios, "limit": at_least, "kept": kept}
 
 
-def xl_step(args: argparse.Namespace, T: int, S: int, B: int) -> dict[str, Any]:
-    """Print tokens/s and model FLOPs utilisation of STDiT3-XL/2, without optimizer."""
-    model = build_model("STDiT3-XL/2", attention=args.attention).to(args.device, torch.bfloat16)
-    model.set_grad_checkpoint(args.checkpointing)
-    kernels = choose_kernels(
-        args.kernels, model, dtype=torch.bfloat16, device=torch.device(args.device)
-    )
-    if args.compile:
-        compile_blocks(model)
-
-    x, t, y = inputs(model, T, S, B, args.device)
-
-    step = step_of(model, lambda: model(x, t, y))
-    taken = median([seconds(step, args.device) for _ in range(args.repeats + 2)][2:])
-
-    # FLOPs per token: blocks and cross-attention, self-attention, keys and values of the text.
-    tokens, width, text = B * T * S, model.config.hidden_size, y.shape[2]
-    blocks = 56 * (28 * width**2 + 4 * text * width)
-    attention = 28 * 4 * width * (S + T)
-    of_text = 56 * 4 * width**2 * text / (T * S)
-
-    # Backward is twice the forward; recomputation does not count.
-    rate = 3 * tokens * (blocks + attention + of_text) / taken
-    print(
-        f"T={T} S={S} B={B}: {taken:.3f} s, {tokens / taken:,.0f} tokens/s, {rate / 1e12:.0f} "
-        f"TFLOP/s, MFU {rate / 1e12 / args.peak_tflops:.1%}"
-    )
-    mfu = rate / 1e12 / args.peak_tflops
-    return {
-        "T": T,
-        "S": S,
-        "B": B,
-        "seconds": taken,
-        "tokens_per_second": tokens / taken,
-        "mfu": mfu,
-        "kernels": kernels,
-    }
-
-
-def inputs(model: nn.Module, T: int, S: int, B: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(model: nn.Module, T: int, S: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Latents of T frames of S patches, timesteps, text features; all text in use."""
     config = model.config
     H = max(h for h in range(1, int(S**0.5) + 1) if S % h == 0)
-    x = torch.randn(B, 4, T, 2 * H, 2 * S // H, device=device)
-    y = torch.randn(B, 1, config.model_max_length, config.caption_channels, device=device)
-    return x, torch.full((B,), 500.0, device=device), y
+    x = torch.randn(1, 4, T, 2 * H, 2 * S // H, device=device)
+    y = torch.randn(1, 1, config.model_max_length, config.caption_channels, device=device)
+    return x, torch.full((1,), 500.0, device=device), y
 
 
 def step_of(model: nn.Module, forward: Callable[[], Tensor]) -> Callable[[], None]:

@@ -7,20 +7,17 @@ could cost time. Also measured, on two processes: the check of shapes before eac
 """
 
 import argparse
-import socket
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
-from benchmarks.time_limit import limit_time
+from benchmarks.processes import on_ranks
 from opensora_sp.models import build_model
-from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group
+from opensora_sp.parallel import Options, SequenceMesh, ShardPlan, parallelize
 from opensora_sp.parallel.input_check import InputCheck
 
 
@@ -42,12 +39,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"{max(ratios):.3f}"
     )
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(compare_shapes, (port, results), nprocs=2)
-    return {"ratios": ratios, "comparison_of_shapes_seconds": results.get()}
+    taken = on_ranks(2, compare_shapes)
+    print(f"comparison of shapes on two processes: median {1e6 * taken:.0f} microseconds a forward")
+    return {"ratios": ratios, "comparison_of_shapes_seconds": taken}
 
 
 def step_of(device: str, parallelized: bool) -> Callable[[], None]:
@@ -76,18 +70,10 @@ def seconds(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def compare_shapes(rank: int, port: int, results: Any) -> None:
-    limit_time()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    check, model = InputCheck(SequenceMesh(2)), nn.Identity()
+def compare_shapes() -> float:
+    """Median seconds of the check before a forward. Collective."""
+    plan = ShardPlan(enter="a", spatial=("b",), temporal=("c",), leave="d", tokens="b t s c")
+    check, model = InputCheck(SequenceMesh(2), Options(), plan, list), nn.Identity()
     x = torch.zeros(1, 4, 8, 16, 16)
     inputs = dict(timestep=torch.zeros(1), y=torch.zeros(1, 1, 4, 8), mask=None)
-    taken = [seconds(lambda: check(model, (x,), inputs)) for _ in range(300)]
-    if rank == 0:
-        print(
-            f"comparison of shapes on two processes: median {1e6 * median(taken):.0f} microseconds "
-            "a forward"
-        )
-        results.put(median(taken))
-    shutdown_process_group()
+    return median(seconds(lambda: check(model, (x,), inputs)) for _ in range(300))

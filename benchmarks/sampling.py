@@ -10,7 +10,6 @@ a video.
 
 import argparse
 import json
-import socket
 import time
 from collections import Counter
 from dataclasses import replace
@@ -19,15 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
-from benchmarks.time_limit import limit_time
+from benchmarks.processes import on_ranks
 from opensora_sp.config import InferenceConfig
 from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
-from opensora_sp.parallel import SequenceMesh, parallelize, shutdown_process_group, unwrap
+from opensora_sp.parallel import SequenceMesh, parallelize, unwrap
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.sampling.decoding import decode
 from opensora_sp.sampling.pipeline import Pipeline
@@ -54,21 +52,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-
-    peaks = decoding_peaks()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(time_steps, (port, args, results), nprocs=2)
-    return {"decoding_peak_mb": peaks, "steps": results.get()}
+    return {"decoding_peak_mb": decoding_peaks(), "steps": on_ranks(2, time_steps, args)}
 
 
-def time_steps(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
-    limit_time()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    meshes, timed = {1: None, 2: SequenceMesh(2)}, {}
+def time_steps(args: argparse.Namespace) -> dict[str, Any]:
+    """Print and return the times of a step with and without guidance. Collective."""
+    rank, meshes, timed = dist.get_rank(), {1: None, 2: SequenceMesh(2)}, {}
     for name, scale in SCALES.items():
         pipeline = make_pipeline(args, scale)
         request = requests_of(pipeline.cfg, ["a red circle moving left on a white background"])
@@ -94,9 +83,7 @@ def time_steps(rank: int, port: int, args: argparse.Namespace, results: Any) -> 
         if rank == 0:
             print(f"{name}, {tokens} tokens a video", flush=True)
             timed[name] = compare(seconds)
-    if rank == 0:
-        results.put(timed)
-    shutdown_process_group()
+    return timed
 
 
 def compare(seconds: dict[int, list[tuple[float, float]]]) -> dict[str, list[float]]:

@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -38,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.time_limit import limit_time
+from benchmarks.processes import join_ranks
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import build_model
 from opensora_sp.parallel import (
@@ -74,16 +73,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rank is not None:
         return work(args)
 
-    require_tools("slow_link")
-
-    # The namespaces must be removed in any case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with namespaces() as names:
-        return run_ranks(names)
+    return on_slow_link("slow_link")
 
 
-def require_tools(benchmark: str) -> None:
-    """Exit with 2 where a link cannot be slowed down."""
+def on_slow_link(benchmark: str) -> dict[str, Any]:
+    """Run this command on two ranks between which a link can be slowed down; what rank 0 returns.
+
+    Exits with 2 where that is impossible.
+    """
     lacking = [] if os.geteuid() == 0 else ["root"]
     lacking += [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if lacking:
@@ -92,6 +89,11 @@ def require_tools(benchmark: str) -> None:
             f"{', '.join(lacking)}."
         )
         sys.exit(2)
+
+    # The namespaces must be removed in any case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with namespaces() as names:
+        return run_ranks(names)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,8 +105,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="rounds in which every case is timed once"
     )
-    parser.add_argument("--only-limits", action="store_true", help="skip cases without a limit")
+    add_link_options(parser)
 
+
+def add_link_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-limits", action="store_true", help="only report; never fail")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
 
@@ -168,18 +172,9 @@ def exit_code(workers: list[subprocess.Popen]) -> int:
             worker.wait()
 
 
-def join_ranks(rank: int) -> None:
-    """Make this process a rank of one thread, inside of its namespace."""
-    limit_time()
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", STORE, rank=rank, world_size=RANKS, timeout=timedelta(minutes=2)
-    )
-
-
 def work(args: argparse.Namespace) -> dict[str, Any]:
     """Run one rank; both know the times of the slower rank and so decide alike."""
-    join_ranks(args.rank)
+    join_ranks(args.rank, RANKS, STORE)
 
     bench = Bench(args)
     bench.set_rate()
@@ -193,8 +188,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     )
 
     seconds = bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=True)
-    if not args.only_limits:
-        bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=False)
+    bench.time_all([FREE, PLAIN, ULYSSES, *overlaps], checkpointing=False)
     part = f"{share(seconds[PLAIN.name], seconds[FREE.name]):.0%}"
     bench.say(f"communication in these rounds: {part} of a step of plain switch with checkpointing")
 

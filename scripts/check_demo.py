@@ -39,13 +39,15 @@ from opensora_sp.data.toy import ToyClip, is_held_out, toy_captions
 from opensora_sp.diffusion import RectifiedFlow, velocity_loss
 from opensora_sp.encoders import LatentEncoder
 from opensora_sp.parallel import SequenceMesh
-from opensora_sp.sampling.contact_sheet import draw_text, write_contact_sheet
+from opensora_sp.sampling.contact_sheet import draw_text
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.pipeline import Pipeline
 from opensora_sp.sampling.requests import requests_of
 from opensora_sp.sampling.run import build_pipeline
 from opensora_sp.training.metrics import read_metrics, running_mean
 
+TRAIN_CONFIG, SAMPLE_CONFIG = "configs/demo/train.py", "configs/demo/sample.py"
+HELD_OUT = "data/toy_heldout/clips.csv"
 NUM_BINS = 4
 FLOORS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 # Used by no training set.
@@ -71,46 +73,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path, help="the run's folder")
     parser.add_argument(
-        "--train-config", default="configs/demo/train.py", help="config that the run was started by"
-    )
-    parser.add_argument(
-        "--sample-config", default="configs/demo/sample.py", help="sampling config of the model"
-    )
-    parser.add_argument(
-        "--heldout", default="data/toy_heldout/clips.csv", help="manifest of held-out clips"
-    )
-    parser.add_argument(
         "--prompts", type=int, metavar="N", help="only judge samples of N captions of each kind"
     )
     args = parser.parse_args()
 
     with report_errors():
-        sample_cfg = load_inference_config(args.sample_config)
+        sample_cfg = load_inference_config(SAMPLE_CONFIG)
         if args.prompts:
             checks = check_samples(args.run_dir, sample_cfg, args.prompts)
         else:
-            train_cfg = load_train_config(args.train_config)
-            checks = check_run(args.run_dir, train_cfg, sample_cfg, args.heldout)
+            checks = check_run(args.run_dir, load_train_config(TRAIN_CONFIG), sample_cfg)
 
     for check in checks:
         print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
-def check_run(
-    run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig, heldout: str
-) -> list[Check]:
-    """All checks of a finished demo; writes its samples to ``check.png`` and ``check.gif``."""
+def check_run(run_dir: Path, train_cfg: TrainConfig, sample_cfg: InferenceConfig) -> list[Check]:
+    """All checks of a finished demo; writes its samples to ``check.gif``."""
     pipeline = load_pipeline(run_dir, sample_cfg)
     assert train_cfg.dataset.manifest is not None
     train, _ = encode_all(pipeline, train_cfg, train_cfg.dataset.manifest)
-    held_out, texts = encode_all(pipeline, train_cfg, heldout)
+    held_out, texts = encode_all(pipeline, train_cfg, HELD_OUT)
 
     clips = captioned_clips(NUM_CLIPS, held_out=True)
     prompts = [clip.caption for clip in clips]
     videos = sample(pipeline, prompts)
     shown = list(zip(prompts, videos, strict=True))
-    write_contact_sheet(run_dir / "check.png", shown)
     write_animation(run_dir / "check.gif", shown, sample_cfg.fps)
 
     sessions = (run_dir / "sessions.jsonl").read_text(encoding="utf-8").splitlines()

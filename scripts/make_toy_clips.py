@@ -20,7 +20,6 @@ def main() -> None:
     add("--num", type=int, default=512, help="number of clips (default 512)")
     add("--num-frames", type=int, default=8, help="frames of a clip (default 8)")
     add("--size", type=int, default=64, help="height and width in pixels (default 64)")
-    add("--fps", type=float, default=8, help="frames per second (default 8)")
     add("--seed", type=int, default=0, help="another seed draws other clips (default 0)")
     add("--all-captions", action="store_true", help="include captions that are held out")
     args = parser.parse_args()
@@ -41,7 +40,7 @@ def main() -> None:
         kept = (clip for clip in drawn if args.all_captions or not is_held_out(clip.caption))
         for number, clip in enumerate(islice(kept, args.num)):
             name = f"{number:05d}.mp4"
-            write_video(args.folder / name, clip.draw(args.num_frames, args.size), fps=args.fps)
+            write_video(args.folder / name, clip.draw(args.num_frames, args.size), fps=8)
             manifest.writerow([name, clip.caption])
 
 

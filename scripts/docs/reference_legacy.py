@@ -20,12 +20,7 @@ RUNS = {"train": "training", "sample": "sampling", None: "both"}
 
 def page() -> str:
     """The page as Markdown."""
-    return f"{INTRODUCTION}\n{table()}"
-
-
-def table() -> str:
-    """The table as Markdown."""
-    lines = ["| key of Open-Sora | run | here | |", "|---|---|---|---|"]
+    lines = [INTRODUCTION, "| key of Open-Sora | run | here | |", "|---|---|---|---|"]
     for rule in RULES:
         lines.append(f"| `{rule.old}` | {RUNS[rule.run]} | {_result(rule)} | {rule.note} |")
     for run, keys in WITHOUT_EFFECT.items():

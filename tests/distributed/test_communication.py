@@ -11,7 +11,7 @@ from benchmarks.communication import (
     DEPTH,
     HEADS,
     Case,
-    count_on_ranks,
+    count,
     moved_tokens,
     predicted_bytes,
 )
@@ -45,7 +45,7 @@ def test_a_step_sends_what_is_predicted(ranks: int) -> None:
     gather = [replace(case, options=GATHER) for case in both]
     ulysses = [replace(case, options=ULYSSES) for case in both]
     cases = [*plain, *batches, *odd, *gather, *ulysses]
-    counted, *_ = run_ranks(ranks, count_on_ranks, cases)
+    counted, *_ = run_ranks(ranks, count, cases)
     sent = dict(zip(map(repr, cases), counted, strict=True))
     for case in (*plain, *batches, *odd, *gather):
         mean, busiest, again = sent[repr(case)]

@@ -258,7 +258,9 @@ def test_an_interval_without_a_step_is_refused_before_sampling(trained: Path) ->
         facts_of(cfg, requests_of(cfg, PROMPTS)[0])
 
 
-def test_a_config_reads_a_curve_from_its_file(trained: Path, tmp_path: Path) -> None:
+def test_a_config_reads_a_curve_from_a_file_also_in_place_of_its_own(
+    trained: Path, tmp_path: Path
+) -> None:
     (tmp_path / "curve.json").write_text(json.dumps(CURVE))
     cfg = config(trained, **{"scheduler.cache_curve": str(tmp_path / "curve.json")})
     assert cfg.scheduler["cache_curve"] == CURVE
