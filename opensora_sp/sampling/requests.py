@@ -206,18 +206,20 @@ def _check_at_most(allowed: int, number: int, what: str, of: str) -> None:
 def batches_of(
     requests: Sequence[Request], batch_size: int, groups: int = 1
 ) -> list[list[Request]]:
-    """Batches of requests of one shape, at most ``batch_size`` each.
+    """Batches of requests of one shape and of the same edits, at most ``batch_size`` each.
 
     Batches are smaller where that gives work to more ``groups``.
     """
-    by_shape: dict[tuple[int, int, int], list[Request]] = {}
+    by_kind: dict[Any, list[Request]] = {}
     for request in requests:
-        by_shape.setdefault(request.shape, []).append(request)
+        # Edits end cached steps; a video's own ones alone, whatever it is batched with.
+        edits = frozenset((part.loop, part.edit) for part in request.prompt.insertions)
+        by_kind.setdefault((request.shape, edits), []).append(request)
 
     batches = []
-    for same_shape in by_shape.values():
-        size = min(batch_size, math.ceil(len(same_shape) / groups))
-        batches += [same_shape[i : i + size] for i in range(0, len(same_shape), size)]
+    for same_kind in by_kind.values():
+        size = min(batch_size, math.ceil(len(same_kind) / groups))
+        batches += [same_kind[i : i + size] for i in range(0, len(same_kind), size)]
     return batches
 
 
