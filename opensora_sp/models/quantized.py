@@ -1,7 +1,8 @@
 """Int8 weights of frozen linear layers, by torchao, for the training of adapters.
 
 A weight ``[out, in]`` becomes int8 numbers and a float32 scale for each row. Products
-take the dequantised weight, in plain torch on any device, and save the int8 one for backward.
+take the dequantised weight, in plain torch on any device, and save the int8 one for backward. The
+norms of DoRA are peft's own, which saves a whole weight where there is dropout.
 """
 
 from __future__ import annotations
