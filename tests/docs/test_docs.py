@@ -5,6 +5,7 @@ Blocks run in ``make test-docs``, a part of CI.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from runs import BIN, ROOT, write_toy_set
 
 from opensora_sp.cli import command_module
 from opensora_sp.cli import sample as sample_command
-from opensora_sp.config import load_either, load_train_config
+from opensora_sp.config import load_either, load_inference_config, load_train_config
 
 ENTRY = f"""#!{sys.executable}
 from opensora_sp.cli import main
@@ -108,6 +109,10 @@ def check(words: list[str]) -> None:
 def test_every_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
+    # What a command before writes.
+    demo = load_inference_config("configs/demo/sample.py")
+    Path("outputs/short").mkdir(parents=True)
+    Path("outputs/short/curve.json").write_text(json.dumps(demo.scheduler["cache_curve"]))
     for block in SHELL:
         subprocess.run(["bash", "-n", "-c", block.script], check=True)
         for words in block.commands:

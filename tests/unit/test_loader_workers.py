@@ -194,12 +194,12 @@ def test_memory_of_a_worker_stays_flat(tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", toy_clip(0, 0).draw(6, 32), fps=8)
     (tmp_path / "clips.csv").write_text("path,text\na.mp4,x\n")
     dataset = VideoTextDataset(str(tmp_path / "clips.csv"))
-    steps = StepLoader(dataset, batches_of(1, steps=600), num_workers=1, seed=0)
+    steps = StepLoader(dataset, batches_of(1, steps=1200), num_workers=1, seed=0)
 
     used = {}
     for number, step in enumerate(steps):
         assert len(list(step.loaded)) == 1
-        if number in (200, 550):
+        if number in (400, 1100):
             (worker,) = steps._workers
             used[number] = private_memory(worker)
-    assert used[550] - used[200] < 5 << 20
+    assert used[1100] - used[400] < 5 << 20
