@@ -68,6 +68,14 @@ def test_the_adapter_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
         for name, tensor in load_file(folder / "adapter" / file).items():
             torch.testing.assert_close(tensor, adapter[name], rtol=1e-4, atol=1e-6)
 
+    # Bit by bit on the same number of ranks.
+    for name, parts in (("whole", [4]), ("resumed", [2, 4])):
+        for steps in parts:
+            losses_of(write_program(tmp_path / name, steps), 2)
+    resumed = load_file(tmp_path / "resumed" / "adapter" / file)
+    for name, tensor in load_file(tmp_path / "whole" / "adapter" / file).items():
+        assert torch.equal(tensor, resumed[name]), name
+
     model.load_lora_adapter(tmp_path / "3" / "adapter", weight_name=file)
     assert any("lora" in name for name, _ in model.named_parameters())
 
