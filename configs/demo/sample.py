@@ -6,10 +6,10 @@ precision = "fp32"
 fps = 8
 scheduler = dict(
     num_sampling_steps=30,
-    cfg_scale=4.0,
+    cfg_scale=2.0,
     # Of the shipped model, by scripts/fit_cache_curve.py, for a cache_threshold.
     cache_curve=dict(
-        model=dict(type="STDiT3", in_channels=27, hidden_size=128, depth=3, num_heads=4),
+        model=dict(type="STDiT3", in_channels=27, hidden_size=128, depth=2, num_heads=4),
         path=[
             *(0.0, 0.333, 0.657, 0.872, 1.102, 1.298, 1.479, 1.675, 1.887, 2.111),
             *(2.333, 2.575, 2.828, 3.058, 3.31, 3.482, 3.632, 3.788, 3.986, 4.147),

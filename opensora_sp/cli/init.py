@@ -15,7 +15,7 @@ from opensora_sp.data.index import relative_entries
 
 FIRST = "configs/demo/first.py"
 NUM_CLIPS = 16
-SIZE, FPS = 64, 8.0  # pixels and frames per second of the toy clips
+SIZE, FPS = 72, 8.0  # pixels and frames per second of the toy clips
 RUN = """\
 #!/bin/sh
 # Train on the clips of {manifest}, then sample the prompts of prompts.txt.
