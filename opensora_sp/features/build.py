@@ -150,9 +150,7 @@ def largest_batch(cfg: TrainConfig) -> int:
 
 
 def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:
-    # A bucket's size at 16:9, which no clip may have, is rounded if the autoencoder refuses it.
-    vae = cfg.vae | ({"round_down": True} if "round_down" in cfg.vae else {})
-    latents = latent_size(vae, shape) or ()
+    latents = latent_size(cfg.vae, shape) or ()
     noise = 4 * cfg.model_spec.config.in_channels * math.prod(latents) if latents else 0
     return 3 * math.prod(shape) + noise
 
