@@ -45,8 +45,9 @@ from benchmarks.slow_link import (
     on_slow_link,
 )
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Entry, write_manifest, write_video
 from opensora_sp.data.loader import StepBatches
+from opensora_sp.data.manifest import Entry, write_manifest
+from opensora_sp.data.video import write_video
 from opensora_sp.parallel import CommLedger, shutdown_process_group
 from opensora_sp.parallel.communication import listening
 from opensora_sp.parallel.cost_model import CostModel

@@ -99,9 +99,5 @@ def flush(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
-    digest = hashlib.sha256()
     with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

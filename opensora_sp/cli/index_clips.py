@@ -9,9 +9,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from opensora_sp.common.files import check_writable
-from opensora_sp.data import Limits, find_files, index_files, write_manifest
-from opensora_sp.data.index import check_captions, read_captions, relative_entries
-from opensora_sp.data.manifest import check_suffix
+from opensora_sp.data.index import (
+    check_captions,
+    find_files,
+    index_files,
+    read_captions,
+    relative_entries,
+)
+from opensora_sp.data.limits import Limits
+from opensora_sp.data.manifest import check_suffix, write_manifest
 
 MAX_REPORTED = 20  # unreadable files reported by name
 

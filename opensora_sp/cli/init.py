@@ -10,8 +10,10 @@ from opensora_sp.checkpoint.pretrained import check_vacant
 from opensora_sp.common.files import SHIPPED, check_writable, shipped_name
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.config_file import files_of
-from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
-from opensora_sp.data.index import relative_entries
+from opensora_sp.data.index import find_files, index_files, relative_entries
+from opensora_sp.data.manifest import write_manifest
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.video import write_video
 
 FIRST = "configs/demo/first.py"
 NUM_CLIPS = 16

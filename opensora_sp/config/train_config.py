@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from opensora_sp.common.importing import nearest
-from opensora_sp.data import Buckets, ClipShape
-from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec, with_batch_sizes
+from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec, Buckets, with_batch_sizes
+from opensora_sp.data.dataset import ClipShape
 from opensora_sp.data.transforms import check_degradation
 from opensora_sp.diffusion.conditioning_frames import check_mask_ratios, check_mask_types
 from opensora_sp.models.recompute import levels_of

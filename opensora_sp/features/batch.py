@@ -19,8 +19,8 @@ from torch import Tensor
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.data import MicroBatch
 from opensora_sp.data.randomness import generator, normal, uniform
+from opensora_sp.data.sampler import MicroBatch
 from opensora_sp.diffusion import (
     ConditioningFrames,
     DiffusionProcess,

@@ -14,16 +14,11 @@ import torch
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.common import latent_size
-from opensora_sp.data import (
-    BatchPlan,
-    BucketPlan,
-    CachedFeatures,
-    ClipShape,
-    MicroBatch,
-    MicroBatchPlan,
-    VideoTextDataset,
-)
+from opensora_sp.data.bucket_plan import BucketPlan
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.cache import CachedFeatures
+from opensora_sp.data.dataset import ClipShape, VideoTextDataset
+from opensora_sp.data.sampler import BatchPlan, MicroBatch, MicroBatchPlan
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel.batch_shape import BatchShape

@@ -1,6 +1,6 @@
 """The ColossalAI side: a Booster plugin. Nothing outside this folder imports colossalai."""
 
-from opensora_sp.checkpoint import NamedShards
+from opensora_sp.checkpoint.zero_shards import NamedShards
 
 from .plugin import SequenceParallelPlugin
 from .process_group import current_device, launch

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.data import read_frames, to_clip
+from opensora_sp.data.transforms import to_clip
+from opensora_sp.data.video import read_frames
 from opensora_sp.diffusion import (
     ConditioningFrames,
     DiffusionProcess,

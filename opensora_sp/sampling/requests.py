@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opensora_sp.config import InferenceConfig, PromptOptions, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.data import Limits
+from opensora_sp.data.limits import Limits
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from opensora_sp.config import dump_config, load_inference_config, load_train_config
 from opensora_sp.config.draft import Draft
 from opensora_sp.config.open_sora import RULES, translate
-from opensora_sp.data import Entry, Manifest, write_manifest
+from opensora_sp.data.manifest import Entry, Manifest, write_manifest
 from opensora_sp.models import build_model
 
 TINY = [
@@ -342,7 +342,7 @@ def test_they_train(tmp_path: Path) -> None:
 
 
 def test_one_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from opensora_sp.checkpoint import write_model_config
+    from opensora_sp.checkpoint.model_config import write_model_config
     from opensora_sp.data.video import probe
     from opensora_sp.sampling import sample
 
@@ -391,7 +391,7 @@ def test_one_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_of_1_3_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
 
-    from opensora_sp.checkpoint import write_model_config
+    from opensora_sp.checkpoint.model_config import write_model_config
     from opensora_sp.data.video import probe
     from opensora_sp.sampling import sample
 

@@ -14,7 +14,9 @@ from ranks import run_ranks
 from runs import losses, run, run_forked, write_training
 from safetensors.torch import load_file
 
-from opensora_sp.checkpoint import Part, committed_checkpoints, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import committed_checkpoints
+from opensora_sp.checkpoint.writer import Part
 from opensora_sp.config import load_train_config
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.run_lock import RunLock

@@ -19,17 +19,12 @@ from ranks import run_ranks
 from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import (
-    check_model_config,
-    find_weights,
-    fitted,
-    from_pretrained,
-    load_model,
-    open_weights,
-    save_pretrained,
-    weight_files,
-    write_model_config,
-)
+from opensora_sp.checkpoint import find_weights, from_pretrained, save_pretrained
+from opensora_sp.checkpoint.model_config import check_model_config, write_model_config
+from opensora_sp.checkpoint.paths import weight_files
+from opensora_sp.checkpoint.reader import open_weights
+from opensora_sp.checkpoint.state_dict import fitted
+from opensora_sp.checkpoint.zero_shards import load_model
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.models import STDiT, STDiT2, STDiT3, build_model

@@ -23,7 +23,7 @@ from opensora_sp.cli import main
 from opensora_sp.common.importing import PackageError
 from opensora_sp.config import load_inference_config
 from opensora_sp.diffusion import Geometry, RectifiedFlow
-from opensora_sp.encoders import ImageVAE
+from opensora_sp.encoders.huggingface import ImageVAE
 from opensora_sp.integrations.diffusers import OpenSoraPipeline, OpenSoraScheduler, write_pipeline
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline

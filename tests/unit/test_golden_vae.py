@@ -13,8 +13,8 @@ import torch
 from golden_vae import load, saved_pipeline
 from golden_values import close_gradient, close_sum, under
 
-from opensora_sp.encoders import OpenSoraVAE, independent_pieces, planned_latent_size
-from opensora_sp.encoders.open_sora_vae import ChunkVAE, build_parts
+from opensora_sp.encoders import independent_pieces, planned_latent_size
+from opensora_sp.encoders.open_sora_vae import ChunkVAE, OpenSoraVAE, build_parts
 from opensora_sp.encoders.video_vae import CausalConv3d, ResBlock, TemporalVAE
 
 pytestmark = pytest.mark.core

@@ -15,15 +15,14 @@ import torch
 from golden_values import GOLDEN, close_gradient, close_sum, under
 from safetensors.torch import save_file
 
-from opensora_sp.data import to_frames
+from opensora_sp.data.transforms import to_frames
 from opensora_sp.encoders import (
-    OpenSoraVAEv13,
     independent_pieces,
     planned_decoded_frames,
     planned_latent_size,
     planned_whole_frames,
 )
-from opensora_sp.encoders.open_sora_vae_v13 import build_network
+from opensora_sp.encoders.open_sora_vae_v13 import OpenSoraVAEv13, build_network
 from opensora_sp.encoders.space_time_vae import (
     CausalAttention,
     FrameStep,

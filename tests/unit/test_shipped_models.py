@@ -11,7 +11,7 @@ from toy_judge import Seen, judge
 from opensora_sp.cli import main
 from opensora_sp.cli import sample as sample_command
 from opensora_sp.common.files import shipped_model, shipped_models
-from opensora_sp.data import read_frames
+from opensora_sp.data.video import read_frames
 
 
 def test_the_name_of_a_model_samples_what_its_prompts_say(

@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.checkpoint import Adapters, Stored, Weights, check_adapters, open_adapters
-from opensora_sp.checkpoint.adapters import MAX_SCALE, merged, warn_of_other_base
+from opensora_sp.checkpoint.adapters import (
+    MAX_SCALE,
+    Adapters,
+    check_adapters,
+    merged,
+    open_adapters,
+    warn_of_other_base,
+)
+from opensora_sp.checkpoint.reader import Stored, Weights
 from opensora_sp.common.importing import nearest
 
 
