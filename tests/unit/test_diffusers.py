@@ -226,6 +226,11 @@ def test_adapters_are_loaded_weighted_fused_and_unloaded(v12: Path, tmp_path: Pa
     pipeline.unload_lora_weights()
     assert holds(f"{one}:0.5")
 
+    pipeline.load_lora_weights(one, adapter_name="default_1")
+    pipeline.load_lora_weights(two)
+    assert pipeline.get_active_adapters() == ["default_2"]
+    pipeline.unload_lora_weights()
+
     pipeline.load_lora_weights(one, adapter_name="one")
     for call, message in (
         (lambda: pipeline.set_adapters("on"), "got adapter 'on'; expected.*did you mean 'one'"),
