@@ -35,7 +35,8 @@ from opensora_sp.data.randomness import normal, uniform
 from opensora_sp.data.sampler import MicroBatch
 from opensora_sp.data.toy import toy_clip
 from opensora_sp.data.transforms import scale
-from opensora_sp.diffusion import Noised, RectifiedFlow
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Noised
 from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.models import build_model
 

@@ -146,7 +146,7 @@ def choose_config(
         preset = PRESETS[model][1] if model in PRESETS else {}
         wanted = {key: preset[key] for key in preset if key not in overrides}
         wanted["_class_name"] = model_class(model).__name__
-        _refuse_differing(source, wanted, name, values)
+        refuse_differing(source, wanted, name, values)
     if overrides:
         notes = (*notes, f"config.json: overridden by {overrides}")
 
@@ -190,7 +190,7 @@ def check_model_config(
     may_differ = MAY_DIFFER.union(*(CONVERSIONS[other].config_keys for other in convert))
     settings = dataclasses.asdict(config)
     wanted = {key: settings[key] for key in settings if key in known - may_differ}
-    _refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
+    refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
 
 
 def check_encoders(model_config: Any, vae: Any, text_encoder: Any) -> None:
@@ -253,7 +253,7 @@ def _check_sizes(values: dict[str, Any], max_depth: int) -> None:
         )
 
 
-def _refuse_differing(
+def refuse_differing(
     source: Path, wanted: dict[str, Any], name: str, values: dict[str, Any]
 ) -> None:
     """Raise ValueError unless the model ``name`` of saved ``values`` has the wanted settings."""

@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .hub import describe_missing, is_optimizer, local_path
+from .hub import WEIGHTS, describe_missing, is_optimizer, local_path
 from .tensor_file import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
 _DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged(-\d+)?")
 
 # Names that Hugging Face and ColossalAI write.
-_KNOWN_SAFETENSORS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
-)
+_KNOWN_SAFETENSORS = tuple(patterns[0] for patterns in WEIGHTS.safetensors[:-1])
 _KNOWN_PICKLES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",

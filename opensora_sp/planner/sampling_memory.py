@@ -25,7 +25,7 @@ from opensora_sp.config import InferenceConfig
 from opensora_sp.config.components import SCHEDULERS, build_component, split_type
 from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.data.transforms import quantized
-from opensora_sp.diffusion import predictions_per_step
+from opensora_sp.diffusion.guidance import predictions_per_step
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
 from opensora_sp.encoders.interface import decoded_pieces
 from opensora_sp.encoders.loading import FrozenEncoder, weight_bytes

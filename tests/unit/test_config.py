@@ -14,10 +14,10 @@ from opensora_sp.config import (
     dump_config,
     load_inference_config,
     load_train_config,
-    split_type,
 )
-from opensora_sp.config.components import check_options
-from opensora_sp.diffusion import Geometry, RectifiedFlow
+from opensora_sp.config.components import check_options, split_type
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Geometry
 from opensora_sp.encoders.standins import PatchPoolVAE
 from opensora_sp.models import build_model
 

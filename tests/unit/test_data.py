@@ -47,7 +47,7 @@ def test_a_written_video_reads_back(tmp_path: Path) -> None:
     assert fps == 12 and back.shape == frames.shape
     assert np.abs(back.astype(int) - frames).mean() < 3  # H.264 is lossy
     assert count_frames(tmp_path / "a.mp4") == 10  # where a header has no count
-    middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2)
+    middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2, start=2)
     assert fps == 6 and np.array_equal(middle, back[2:7:2])
     with pytest.raises(ValueError, match="got 10 frames; expected at least 11"):
         read_video(tmp_path / "a.mp4", num_frames=11)

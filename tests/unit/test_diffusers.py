@@ -22,7 +22,8 @@ from torch import Tensor
 from opensora_sp.cli import main
 from opensora_sp.common.importing import PackageError
 from opensora_sp.config import load_inference_config
-from opensora_sp.diffusion import Geometry, RectifiedFlow
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Geometry
 from opensora_sp.encoders.huggingface import ImageVAE
 from opensora_sp.integrations.diffusers import OpenSoraPipeline, OpenSoraScheduler, write_pipeline
 from opensora_sp.parallel import SequenceMesh
