@@ -232,7 +232,7 @@ class Run:
                 self.trainer.step.run(self.step, batches).read()
 
                 self.step += 1
-                clips += step.num_samples
+                clips += sum(len(micro_batch.ids) for micro_batch in step.micro_batches)
                 own_clips += sum(len(one.micro_batch.ids) for one in loaded)
         return Epoch(clock.seconds, clips, own_clips, self.waited, counter)
 

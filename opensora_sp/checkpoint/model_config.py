@@ -37,8 +37,6 @@ WITHOUT_EFFECT = frozenset(
 # Largest numbers of a config.json: modules and tables are made before weights are compared.
 # MAX_DEPTH is for files of fewer tensors.
 MAX_SETTING, MAX_TABLE, MAX_DEPTH = 1 << 16, 1 << 26, 64
-# Other values would change the model in ways that are not implemented here.
-MUST_BE = {"no_temporal_pos_emb": False}
 
 
 def model_config_json(name: str, config: Any) -> bytes:
@@ -99,7 +97,8 @@ def _refuse_unknown(name: str, others: dict[str, Any], source: Path, known: set[
     unknown = [
         f"{key} = {setting!r}"
         for key, setting in others.items()
-        if key not in WITHOUT_EFFECT and not (key in MUST_BE and MUST_BE[key] == setting)
+        # True would change the model in a way that is not implemented here.
+        if key not in WITHOUT_EFFECT and (key, setting) != ("no_temporal_pos_emb", False)
     ]
     if unknown:
         raise ValueError(

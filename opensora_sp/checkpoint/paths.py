@@ -122,8 +122,14 @@ def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     name, path = str(path), local_path(path, allow_pickle=allow_pickle)
     if path.is_file():
         return path
-    _check_folder(path, name)
+    if not path.is_dir():
+        raise ValueError(
+            f"got checkpoint {name!r}, which is not on disk ({describe_missing(name)}); expected a "
+            "file, a folder, or a name on the hub, whose first part is no folder here; check the "
+            "path"
+        )
 
+    _refuse_adapters(path, name)
     if any((path / name).is_file() for name in _KNOWN_SAFETENSORS + _KNOWN_PICKLES):
         return path
 
@@ -140,18 +146,6 @@ def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
 
     weight_file(path)
     return path
-
-
-def _check_folder(path: Path, name: str) -> None:
-    """Raise ValueError unless ``path`` is a folder that may hold whole weights."""
-    if not path.is_dir():
-        raise ValueError(
-            f"got checkpoint {name!r}, which is not on disk ({describe_missing(name)}); expected a "
-            "file, a folder, or a name on the hub, whose first part is no folder here; check the "
-            "path"
-        )
-
-    _refuse_adapters(path, name)
 
 
 def _refuse_adapters(folder: Path, name: str) -> None:

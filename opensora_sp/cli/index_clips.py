@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> None:
         )
 
     write_manifest(args.output, relative_entries(index.entries, args.output))
+    without_caption = sum(not entry.text for entry in index.entries)
     sys.stdout.write(
-        f"{args.output}: {len(index.entries)} clips, {index.without_caption} of them without a "
+        f"{args.output}: {len(index.entries)} clips, {without_caption} of them without a "
         f"caption; {len(index.corrupt)} files cannot be read and were skipped\n"
     )

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .components import ModelSpec, build_component
+from .components import build_component
 from .inference_config import InferenceConfig
-from .launch_checks import check_launch
-from .sections import PromptOptions
 
 if TYPE_CHECKING:
     from .load import dump_config, load_either, load_inference_config, load_train_config
@@ -19,11 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "InferenceConfig",
-    "ModelSpec",
-    "PromptOptions",
     "TrainConfig",
     "build_component",
-    "check_launch",
     "dump_config",
     "load_either",
     "load_inference_config",

@@ -174,8 +174,7 @@ def probe(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Probed:
         OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes more
             than ``limits.seconds``.
     """
-    budget = Budget.of(limits.seconds, limits)
-    return budget.run(partial(_probe, path, budget))
+    return Budget.of(limits.seconds, limits).run(partial(_probe, path))
 
 
 def _probe(path: str | Path, budget: Budget) -> Probed:
@@ -364,9 +363,8 @@ def read_frames(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> np.ndarray
         ValueError: if the file holds none, is larger than the limits, or cannot be decoded within
             ``limits.seconds``.
     """
-    budget = Budget.of(limits.seconds, limits)
     try:
-        return budget.run(partial(_read_frames, path, budget))
+        return Budget.of(limits.seconds, limits).run(partial(_read_frames, path))
     except UNREADABLE as error:
         raise ValueError(
             f"got {str(path)!r}, which cannot be decoded ({error}); expected an image or a video; "

@@ -22,7 +22,8 @@ from opensora_sp.checkpoint.paths import newest_checkpoint
 from opensora_sp.checkpoint.reader import saved_config
 from opensora_sp.checkpoint.writer import on_rank_0
 from opensora_sp.common.files import read_json
-from opensora_sp.config import TrainConfig, check_launch, load_train_config
+from opensora_sp.config import TrainConfig, load_train_config
+from opensora_sp.config.launch_checks import check_launch
 from opensora_sp.config.load import saved_train_config
 from opensora_sp.data.bucket_plan import BucketPlan
 from opensora_sp.data.buckets import Buckets

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from opensora_sp.config import InferenceConfig, PromptOptions, build_component
+from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
+from opensora_sp.config.sections import PromptOptions
 from opensora_sp.data.limits import Limits
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES

@@ -28,11 +28,8 @@ from opensora_sp.checkpoint.writer import on_rank_0
 from opensora_sp.common.console import LOGGER
 from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import (
-    InferenceConfig,
-    build_component,
-    check_launch,
-)
+from opensora_sp.config import InferenceConfig, build_component
+from opensora_sp.config.launch_checks import check_launch
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks

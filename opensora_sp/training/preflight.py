@@ -13,7 +13,8 @@ from opensora_sp.checkpoint.model_config import check_model_config
 from opensora_sp.checkpoint.paths import had_checkpoints
 from opensora_sp.checkpoint.state_dict import fitted
 from opensora_sp.common.files import check_writable, read_json
-from opensora_sp.config import TrainConfig, check_launch
+from opensora_sp.config import TrainConfig
+from opensora_sp.config.launch_checks import check_launch
 from opensora_sp.config.sections import Lora
 from opensora_sp.data.cache import CachedFeatures
 from opensora_sp.data.sampler import BatchPlan

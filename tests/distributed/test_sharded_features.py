@@ -19,7 +19,7 @@ from runs import batch_of, write_toy_set
 from torch import Tensor
 from worlds import in_worlds
 
-from opensora_sp.config import ModelSpec
+from opensora_sp.config.components import ModelSpec
 from opensora_sp.data.dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
 from opensora_sp.data.manifest import Entry
 from opensora_sp.data.sampler import MicroBatchPlan

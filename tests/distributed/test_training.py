@@ -263,7 +263,7 @@ def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(tmp_path: Path)
 
 def test_integer_states_of_an_optimizer_stay_integers() -> None:
     """HybridAdam counts its steps in an int."""
-    from opensora_sp.plugin import NamedShards
+    from opensora_sp.checkpoint.zero_shards import NamedShards
 
     class Zero:
         def __init__(self, master: torch.Tensor, state: dict) -> None:

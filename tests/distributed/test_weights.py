@@ -251,7 +251,8 @@ def booster_folders(folder: Path) -> None:
     """What ColossalAI's Booster writes with its own ZeRO plugin; training started from a pickle."""
     from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
 
-    from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
+    from opensora_sp.checkpoint.zero_shards import NamedShards
+    from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.checkpointing import fixed_tensors
 
