@@ -96,23 +96,17 @@ def from_pretrained(
     with torch.device("meta"):
         built = model_class(name)(settings)
     weights = fitted(weights, built, convert=convert, strict=strict, allow_base=not lora)
-    weights = _with_adapters(weights, built, lora, ema=ema)
+
+    adapters = [open_adapters(source, ema=ema) for source in lora]
+    for source_adapters in adapters:
+        check_adapters(source_adapters, built)
+    warn_of_other_base(weights, adapters)
+    weights = merged(weights, adapters)
 
     if len(weights.tensors) < len(built.state_dict()):
         # The weights lack some: draw these at random.
         built = model_class(name)(settings)
     return fill(built, weights).to(dtype=dtype)
-
-
-def _with_adapters(
-    weights: Weights, model: ConditionedModel, lora: Sequence[str], *, ema: bool
-) -> Weights:
-    """The weights with adapters merged into them."""
-    opened = [open_adapters(source, ema=ema) for source in lora]
-    for adapters in opened:
-        check_adapters(adapters, model)
-    warn_of_other_base(weights, opened)
-    return merged(weights, opened)
 
 
 def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
     check_writable(folder, "the folder")
 
     name = _copy_configs(config, folder)
-    _copy_prompts(config, folder / "prompts.txt")
+    family = config.relative_to(SHIPPED).parts[0]
+    (folder / "prompts.txt").write_bytes((SHIPPED / family / "prompts.txt").read_bytes())
     _write_clips(cfg, folder / cfg.dataset.manifest)
     script = folder / "run.sh"
     nproc = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
@@ -94,12 +95,6 @@ def _copy_configs(config: Path, folder: Path) -> str:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     return shipped_name(config)
-
-
-def _copy_prompts(config: Path, target: Path) -> None:
-    """Copy the example prompts of a config's family."""
-    family = config.relative_to(SHIPPED).parts[0]
-    target.write_bytes((SHIPPED / family / "prompts.txt").read_bytes())
 
 
 def _write_clips(cfg: TrainConfig, manifest: Path) -> None:
