@@ -127,7 +127,7 @@ def test_the_other_stages_of_1_3_load(tmp_path: Path) -> None:
     assert noise.noise_prob["gaussian_pixel"] == 0.5 and noise.noise_strength is not None
     for option, message in {
         "noise_prob=None": "got noise_augmentation with noise_prob None",
-        "noise_prob.blur=1": "'blur'; expected 'downsample_spatial', 'downsample_temporal', ",
+        "noise_prob.blur=1": "\"blur\"; expected 'downsample_spatial', 'downsample_temporal', ",
         "noise_prob.gaussian_feature=0.1": "noise_strength['gaussian_feature'] = None",
         "noise_strength.downsample_spatial=[3]": "= 3; expected 1, 2, 4 or 8",
         "noise_strength.downsample_spatial=0.5": "= 0.5; expected a list of ratios",
