@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opensora_sp.common.importing import is_installed
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec
 from opensora_sp.diffusion.cached_steps import SamplingStep
@@ -24,12 +25,10 @@ class StepsEstimate:
     """All sampling steps of a batch on the ranks that share it.
 
     ``seconds`` are of the busiest rank, where steps that reuse the blocks' residual count as none.
-    ``sent`` are the bytes that each rank sends.
     """
 
     steps: list[SamplingStep]
     seconds: float
-    sent: list[int]
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,9 @@ def estimator_of(
     run = RunEstimator(
         cfg, num_gpus, memory, device=device, rates=rates, gpus_per_node=gpus_per_node
     )
-    run.plan_kernels()
+    # As on a GPU that has verified them all.
+    if cfg.kernels != "torch" and device != "cpu" and is_installed("triton"):
+        run.kernels = "triton"
     return run
 
 
@@ -168,9 +169,7 @@ def _all_steps(run: RunEstimator, bucket: BatchSpec, ranks: int) -> StepsEstimat
     steps = run.steps(bucket)
     shapes = [run.latents(bucket, step) for step in steps if step.computed]
     seconds = {shape: run.seconds(shape, ranks, [EVERYTHING]) for shape in set(shapes)}
-    return StepsEstimate(
-        steps, sum(seconds[shape] for shape in shapes), run.sent_in_steps(bucket, ranks, steps)
-    )
+    return StepsEstimate(steps, sum(seconds[shape] for shape in shapes))
 
 
 def rates_of(cfg: TrainConfig | InferenceConfig, gpu: str | None) -> CostModel:
@@ -188,23 +187,11 @@ def rates_of(cfg: TrainConfig | InferenceConfig, gpu: str | None) -> CostModel:
 
 
 def check_numbers(num_gpus: int, gpus_per_node: int | None, memory_gb: float | None) -> None:
-    """Raise ValueError unless there are processes, on nodes that are all full, with some memory."""
-    if num_gpus < 1:
-        raise ValueError(
-            f"got --gpus {num_gpus}; expected at least 1; pass the number of processes of the run"
-        )
-
-    partial_node = gpus_per_node is not None and (
-        gpus_per_node < 1 or (num_gpus > gpus_per_node and num_gpus % gpus_per_node != 0)
-    )
-    if partial_node:
-        raise ValueError(
-            f"got --gpus-per-node {gpus_per_node} with --gpus {num_gpus}; expected nodes that are "
-            "all full; pass a divisor of the number of GPUs"
-        )
-
-    if memory_gb is not None and not memory_gb > 0:
-        raise ValueError(
-            f"got --memory-gb {memory_gb:g}; expected a positive number; pass the memory of one "
-            "GPU in GB"
-        )
+    """Raise ValueError unless there are processes, on nodes with GPUs, with some memory."""
+    numbers = {"gpus": num_gpus, "gpus-per-node": gpus_per_node, "memory-gb": memory_gb}
+    for option, number in numbers.items():
+        if number is not None and not number > 0:
+            raise ValueError(
+                f"got --{option} {number:g}; expected a positive number; pass the processes of the "
+                "run, the GPUs of a node, the memory of a GPU in GB"
+            )
