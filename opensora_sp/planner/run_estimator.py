@@ -43,7 +43,7 @@ from .memory import (
 )
 from .seconds import ModelFlops, seconds_of
 from .trace import Activations, trace_activations
-from .traffic import Traffic, communicators, gpus_of_node, output_gather, traffic
+from .traffic import GPUS_OF_NODE, Traffic, communicators, output_gather, traffic
 
 DEFAULT_MEMORY = 80e9  # bytes, for which grad_checkpoint="auto" is planned if no GPU is named
 
@@ -110,7 +110,7 @@ class RunEstimator:
                 training, and no limit in sampling.
             device: "cuda" or "cpu".
             rates: by which seconds are predicted; None is the config's, or an H100's.
-            gpus_per_node: None is ``traffic.gpus_of_node``.
+            gpus_per_node: None is 8, or all if they are fewer.
 
         Raises:
             ValueError: if the config's ``sp_size`` does not fit the number of GPUs.
@@ -123,7 +123,7 @@ class RunEstimator:
         # Sampling without sp_size takes all ranks. So may any micro-batch with a degree.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
-        self.gpus_per_node = gpus_of_node(num_gpus, gpus_per_node)
+        self.gpus_per_node = gpus_per_node or min(num_gpus, GPUS_OF_NODE)
         if isinstance(cfg.sp_size, dict):
             check_degrees_in(cfg.sp_size, num_gpus, self.gpus_per_node)
         self.has_one_degree = cfg.sp_size is None or isinstance(cfg.sp_size, int)

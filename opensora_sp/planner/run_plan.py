@@ -100,7 +100,7 @@ def estimator_of(
     Raises:
         ValueError: if the numbers do not fit each other or the config.
     """
-    check_numbers(num_gpus, gpus_per_node, memory_gb)
+    check_numbers(gpus=num_gpus, gpus_per_node=gpus_per_node, memory_gb=memory_gb)
     rates = rates_of(cfg, gpu)
     memory = None if memory_gb is None else memory_gb * 1e9
     if memory is None and gpu is not None:
@@ -186,12 +186,9 @@ def rates_of(cfg: TrainConfig | InferenceConfig, gpu: str | None) -> CostModel:
     return cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
 
 
-def check_numbers(num_gpus: int, gpus_per_node: int | None, memory_gb: float | None) -> None:
-    """Raise ValueError unless there are processes, on nodes with GPUs, with some memory."""
-    numbers = {"gpus": num_gpus, "gpus-per-node": gpus_per_node, "memory-gb": memory_gb}
-    for option, number in numbers.items():
+def check_numbers(**numbers: float | None) -> None:
+    """Raise ValueError unless those that are passed, by their option, are positive."""
+    for name, number in numbers.items():
         if number is not None and not number > 0:
-            raise ValueError(
-                f"got --{option} {number:g}; expected a positive number; pass the processes of the "
-                "run, the GPUs of a node, the memory of a GPU in GB"
-            )
+            option = f"--{name.replace('_', '-')} {number:g}"
+            raise ValueError(f"got {option}; expected a positive number; correct it")
