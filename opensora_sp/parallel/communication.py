@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from .typed import is_backward_running
+from opensora_sp.common.graphs import is_backward_running
 
 Key: TypeAlias = tuple[str, str]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from opensora_sp.common.tensors import map_tensors
 
 from .engine import ATTRIBUTE
 from .mesh import SequenceMesh
-from .typed import Args, Kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ class Verdict:
         )
 
 
-def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None) -> Verdict:
+def verify_step(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and
     parallel. Collective.
 
@@ -131,7 +133,7 @@ def verify_first_step(model: nn.Module) -> None:
     mesh = getattr(model, ATTRIBUTE).mesh
     unverified = {group.ranks for group in mesh.own if group.sp_size > 1}
 
-    def check(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if mesh.group not in unverified:
             return
         # Before verification, which calls the model.
@@ -153,7 +155,7 @@ def verify_first_step(model: nn.Module) -> None:
     getattr(model, ATTRIBUTE).handles.append(handle)
 
 
-def _step(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
         # Two steps would go back through the graph of the tensors of encoded text. Inference

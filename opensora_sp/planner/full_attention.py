@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora_sp.common.files import read_json
+from opensora_sp.common.graphs import is_backward_running
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.collectives import all_to_all
-from opensora_sp.parallel.typed import is_backward_running
 
 from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, fused_attention
 from .memory import GradientBucket, MemoryPeak, ModelSizes, Persistent, Zero
