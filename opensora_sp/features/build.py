@@ -24,7 +24,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.planner.memory import recomputed_share
-from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
+from opensora_sp.planner.seconds import ModelFlops, blocks_work, seconds_of
 from opensora_sp.runtime.cost_models import cost_model_of
 
 from .sources import CachedSource, DegradedClips, Encoders, Source
@@ -172,14 +172,14 @@ class Work:
             self.shape_of(clip, num_samples),
             replace(self.options, spans_nodes=spans_nodes),
             ranks,
-            model=self._costs,
+            model=self._flops,
             element_size=DTYPES[self.cfg.precision].itemsize,
             recomputed=self._recomputed,
         )
 
     @cached_property
-    def _costs(self) -> ModelCosts:
-        return ModelCosts.of(self.cfg.model_spec.name, self.model, self.cfg.lora)
+    def _flops(self) -> ModelFlops:
+        return ModelFlops.planned(self.cfg.model_spec.name, self.model, self.cfg.lora)
 
     @cached_property
     def _recomputed(self) -> float:

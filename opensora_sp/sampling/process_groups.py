@@ -103,11 +103,11 @@ def _seconds_by_shape(
 ) -> Callable[[Batch], float]:
     """Predicts a forward pass of a batch on one of the groups of so many ranks."""
     # Once the config is checked, so that errors come without the time to import the planner.
-    from opensora_sp.planner.seconds import ModelCosts, seconds_of
+    from opensora_sp.planner.seconds import ModelFlops, seconds_of
 
     spec = cfg.model_spec
     options = replace(cfg.parallel_options(cost_model), spans_nodes=spans_nodes)
-    model = ModelCosts.of(spec.name, spec.config)
+    model = ModelFlops.planned(spec.name, spec.config)
     process = build_component(cfg.scheduler, SCHEDULERS)
     copies = predictions_per_step(process, by_frames=cfg.cond_type is not None)
 

@@ -39,8 +39,7 @@ from opensora_sp.config.sections import Lora
 from opensora_sp.data.randomness import generator
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.feature_dropout import FeatureDropout
-from opensora_sp.models.lora import add_lora, target_layers
-from opensora_sp.models.name_patterns import chosen, matches
+from opensora_sp.models.lora import add_lora, chosen, matches, target_layers
 from opensora_sp.models.quantized import quantize_blocks
 
 logger = logging.getLogger(__name__)

@@ -211,12 +211,9 @@ def test_steps_are_in_metadata_and_plan(trained: Path) -> None:
         assert bucket.steps is not None
         steps[name] = bucket.steps
         if name == "all":
-            assert steps[name].sent == [6 * n for n in bucket.traffic.forward]
             assert steps[name].seconds == pytest.approx(6 * bucket.seconds)
     assert [step.computed for step in steps["cached"].steps] == EVERY_THIRD
     assert steps["cached"].seconds == pytest.approx(steps["all"].seconds / 2)
-    # A switch and the gather instead of all switches.
-    assert 0 < sum(steps["cached"].sent) < sum(steps["all"].sent)
     assert steps["narrow"].seconds < steps["cached"].seconds
 
 
