@@ -13,17 +13,11 @@ import torch
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig, build_component
-from opensora_sp.config.common import latent_size
-from opensora_sp.data import (
-    BatchPlan,
-    BucketPlan,
-    CachedFeatures,
-    ClipShape,
-    MicroBatch,
-    MicroBatchPlan,
-    VideoTextDataset,
-)
+from opensora_sp.data.bucket_plan import BucketPlan
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.cache import CachedFeatures
+from opensora_sp.data.dataset import ClipShape, VideoTextDataset
+from opensora_sp.data.sampler import BatchPlan, MicroBatch, MicroBatchPlan
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel.batch_shape import BatchShape
@@ -136,25 +130,14 @@ def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: i
 
 
 def largest_batch(cfg: TrainConfig) -> int:
-    """Bytes of the largest micro-batch that workers make, without text.
-
-    That is uint8 ``[3, frames, height, width]`` and noise, float32 ``[c, f, h, w]``, of each clip.
-    """
+    """Bytes of the clips of the largest micro-batch, uint8 ``[3, frames, height, width]`` each."""
     if cfg.bucket_config is None:
-        return cfg.batch_size * _clip_bytes(cfg, ClipShape(cfg.num_frames, *cfg.size))
+        return 3 * cfg.batch_size * math.prod(cfg.clip_shape)
     return max(
         # Where a batch size is chosen later, one clip is counted.
-        (entry.batch_size or 1) * _clip_bytes(cfg, entry.shape_at(9 / 16))
+        3 * (entry.batch_size or 1) * math.prod(entry.shape_at(9 / 16))
         for entry in Buckets.of(cfg.bucket_config).kept
     )
-
-
-def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:
-    # A bucket's size at 16:9, which no clip may have, is rounded if the autoencoder refuses it.
-    vae = cfg.vae | ({"round_down": True} if "round_down" in cfg.vae else {})
-    latents = latent_size(vae, shape) or ()
-    noise = 4 * cfg.model_spec.config.in_channels * math.prod(latents) if latents else 0
-    return 3 * math.prod(shape) + noise
 
 
 class Work:

@@ -13,8 +13,8 @@ from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data.buckets import BatchSpec
-from opensora_sp.diffusion import predictions_per_step
 from opensora_sp.diffusion.cached_steps import SamplingStep, sampling_steps
+from opensora_sp.diffusion.guidance import predictions_per_step
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.kernels.fused import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of

@@ -22,7 +22,8 @@ from opensora_sp.config import InferenceConfig
 from opensora_sp.config.components import split_type
 from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.data.transforms import quantized
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, decoded_pieces
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.encoders.interface import decoded_pieces
 from opensora_sp.encoders.loading import FrozenEncoder, weight_bytes
 
 from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, LivePeak, fused_attention

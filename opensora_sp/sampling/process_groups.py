@@ -20,7 +20,7 @@ import torch.distributed as dist
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.diffusion import predictions_per_step
+from opensora_sp.diffusion.guidance import predictions_per_step
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel

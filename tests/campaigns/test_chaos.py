@@ -25,7 +25,8 @@ from jobs import Job
 from planted_faults import MOMENTS, Fault
 
 from campaigns.case import Case, with_sample
-from opensora_sp.checkpoint import committed_checkpoints, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import committed_checkpoints
 from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.campaign(bar="final bits equal to those of the undisturbed run", size=100)

@@ -24,7 +24,8 @@ from worlds import in_worlds
 
 from campaigns.case import Case, with_sample
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Clip, Sample, VideoTextDataset, dataset
+from opensora_sp.data import dataset
+from opensora_sp.data.dataset import Clip, Sample, VideoTextDataset
 
 pytestmark = pytest.mark.campaign(
     bar="no sample twice, none omitted, the same random numbers", size=126

@@ -13,8 +13,10 @@ from PIL import Image
 from ranks import run_ranks
 from runs import run_forked
 
-from opensora_sp.config import PromptOptions, load_inference_config
-from opensora_sp.data import read_video, toy_clip, write_video
+from opensora_sp.config import load_inference_config
+from opensora_sp.config.sections import PromptOptions
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.video import read_video, write_video
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import requests_of

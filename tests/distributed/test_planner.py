@@ -187,10 +187,11 @@ def measured_peaks(configs: list[TrainConfig]) -> list[int]:
 
 def measured_peak(cfg: TrainConfig) -> int:
     """Live bytes at the peak of two training steps, run as ``training/trainer.py`` does."""
-    from opensora_sp.data import Clip
-    from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+    from opensora_sp.checkpoint.zero_shards import NamedShards
+    from opensora_sp.data.dataset import Clip
+    from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
     from opensora_sp.features.sources import Encoders
-    from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
+    from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.checkpointing import fixed_tensors
     from opensora_sp.training.trainable import ShardedEma, make_optimizer

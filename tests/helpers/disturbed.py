@@ -13,7 +13,7 @@ from ranks import run_ranks
 from runs import write_training
 from safetensors.torch import load_file
 
-from opensora_sp.checkpoint import checkpoint_name
+from opensora_sp.checkpoint.paths import checkpoint_name
 from opensora_sp.config import load_train_config
 
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_sp.checkpoint import check_model_config, write_model_config
-from opensora_sp.checkpoint.model_config import parse_model_config
+from opensora_sp.checkpoint.model_config import (
+    check_model_config,
+    parse_model_config,
+    write_model_config,
+)
 from opensora_sp.config.components import check_options
 from opensora_sp.models import attention as module
 from opensora_sp.models import build_model

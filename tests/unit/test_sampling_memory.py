@@ -13,8 +13,10 @@ from random_weights import draw_weights
 
 from opensora_sp.config import InferenceConfig
 from opensora_sp.data.buckets import BatchSpec
-from opensora_sp.encoders import LATENT_ENCODERS, ImageVAE, T5TextEncoder
+from opensora_sp.encoders import LATENT_ENCODERS
+from opensora_sp.encoders.huggingface import ImageVAE
 from opensora_sp.encoders.loading import weight_bytes
+from opensora_sp.encoders.t5 import T5TextEncoder
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.live_peak import LivePeak
