@@ -160,9 +160,7 @@ def test_frame_counts_that_do_not_fit_are_refused(pipeline: tuple, tmp_path: Pat
         if released[2] == asked:
             assert list(vae.decode(latents, num_frames=asked).shape) == released
         else:
-            with pytest.raises(
-                ValueError, match=f"got {other['latent_frames']} latent frames to decode to {asked}"
-            ):
+            with pytest.raises(ValueError, match=f"got {other['latent_frames']} latent frames to"):
                 vae.decode(latents, num_frames=asked)
 
 
@@ -197,9 +195,7 @@ def test_latent_sizes_of_the_image_autoencoder_of_version_1_0() -> None:
     vae = {"type": "VideoAutoencoderKL", "from_pretrained": "x", "round_down": False}
     for frames, height, width, expected in about["rows"]:
         if expected == "rejected":
-            with pytest.raises(
-                ValueError, match=f"got frames of {height}x{width} .*; take {height}x424, or set"
-            ):
+            with pytest.raises(ValueError, match=f"got frames of {height}x{width} .*; take"):
                 planned_latent_size(vae, frames, height, width)
         else:
             assert list(planned_latent_size(vae, frames, height, width)) == expected

@@ -12,16 +12,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "opensora_sp"
 # What each may import beside the standard library.
-BASE = {
-    "models": {"torch", "einops"},
-    "parallel": {"torch", "einops"},
-}
+BASE = {"models": {"torch", "einops"}, "parallel": {"torch", "einops"}}
 # Modules of the package that need torch only.
-SHARED = (
-    "common.graphs",
-    "common.importing",
-    "common.tensors",
-)
+SHARED = ("common.graphs", "common.importing", "common.tensors")
 WHEN_CALLED = {
     "base.py": "opensora_sp.checkpoint",  # methods of models that read and write them
     "adapted_linear.py": "peft.tuners.lora",  # a module that add_lora imports
@@ -36,11 +29,8 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = (
-                path.relative_to(PACKAGE.parent).with_suffix("").parts[: -node.level]
-                if node.level
-                else ()
-            )
+            inside = path.relative_to(PACKAGE.parent).with_suffix("").parts
+            package = inside[: -node.level] if node.level else ()
             names.add(".".join([*package, *([node.module] if node.module else [])]))
     return names
 
@@ -62,10 +52,8 @@ def test_models_and_parallel_stand_alone(room: str) -> None:
                 path.name
             )
             lazy |= top == "triton" and path.parent.name == "triton"
-            assert top in sys.stdlib_module_names or top in BASE[room] or inside or lazy, (
-                path,
-                name,
-            )
+            allowed = top in sys.stdlib_module_names or top in BASE[room]
+            assert allowed or inside or lazy, (path, name)
 
 
 def test_models_know_nothing_of_processes() -> None:
