@@ -67,7 +67,7 @@ def test_each_prompt_has_its_size_seed_and_samples(asked: InferenceConfig, train
     assert (one != other).any()
     reported = facts(asked, "002-a-blue-square-s1")
     wanted = dict(prompt="a blue square", negative_prompt="red", seed=7, sample=1)
-    wanted |= dict(num_frames=3, image_size=[32, 16])
+    wanted |= dict(num_frames=3, image_size=[32, 16], mask_strategy=None, loop=1)
     assert wanted.items() <= reported.items()
     assert reported["config"]["scheduler"]["num_sampling_steps"] == 2
 
