@@ -69,11 +69,6 @@ class StepBatches:
     micro_batches: list[MicroBatch]
     loaded: Iterator[LoadedBatch]
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of the step, of all ranks together."""
-        return sum(len(micro_batch.ids) for micro_batch in self.micro_batches)
-
 
 class MicroBatchReader(Dataset[LoadedBatch]):
     """Answers a ``ReadRequest``, with one item for each sample.

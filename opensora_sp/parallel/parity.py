@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from opensora_sp.common.tensors import map_tensors
+
 from .engine import ATTRIBUTE
 from .mesh import SequenceMesh
-from .typed import Args, Kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,9 @@ class Verdict:
         )
 
 
-def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None) -> Verdict:
+def verify_step(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and
     parallel. Collective.
 
@@ -129,7 +133,7 @@ def verify_first_step(model: nn.Module) -> None:
     mesh = getattr(model, ATTRIBUTE).mesh
     unverified = {group.ranks for group in mesh.own if group.sp_size > 1}
 
-    def check(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if mesh.group not in unverified:
             return
         # Before verification, which calls the model.
@@ -151,10 +155,12 @@ def verify_first_step(model: nn.Module) -> None:
     getattr(model, ATTRIBUTE).handles.append(handle)
 
 
-def _step(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
-        args, kwargs = tree_map(_copied, (args, kwargs))
+        # Two steps would go back through the graph of the tensors of encoded text. Inference
+        # tensors, which autograd cannot save, become normal ones.
+        args, kwargs = tree_map(partial(map_tensors, _copied), (args, kwargs))
         output = model(*args, **kwargs)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
 
@@ -170,18 +176,8 @@ def _step(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
     return {OUTPUT: output.detach(), **dict(zip(named, gradients, strict=True))}
 
 
-def _copied(argument: Any) -> Any:
-    """A copy of a tensor, or of the tensors of a dataclass (encoded text), without its graph.
-
-    Two steps would go back through that graph. Inference tensors, which autograd cannot save,
-    become normal ones.
-    """
-    if isinstance(argument, Tensor):
-        return argument.detach().clone().requires_grad_(argument.requires_grad)
-    if is_dataclass(argument) and not isinstance(argument, type):
-        copies = {f.name: tree_map(_copied, getattr(argument, f.name)) for f in fields(argument)}
-        return replace(argument, **copies)
-    return argument
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _difference(ours: Tensor, theirs: Tensor, floor: float) -> float:

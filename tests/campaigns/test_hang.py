@@ -26,9 +26,9 @@ from restarts import TINY, content_of
 from runs import write_training
 
 from campaigns.case import Case, with_sample
-from opensora_sp.checkpoint import Saver
+from opensora_sp.checkpoint.writer import Saver
 from opensora_sp.config import load_train_config
-from opensora_sp.data import VideoTextDataset
+from opensora_sp.data.dataset import VideoTextDataset
 from opensora_sp.runtime.rendezvous import Rendezvous
 from opensora_sp.training import metrics, run
 from opensora_sp.training.run import train

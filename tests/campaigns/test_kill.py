@@ -66,7 +66,7 @@ CALLS = {
         f"{STEP}TrainingStep._forward_backward": 4,
         f"{STEP}rank_loss": 4,
         f"{STEP}TrainingStep._update": 4,
-        "opensora_sp.plugin:SequenceZeroOptimizer.step_if_finite": 4,
+        "opensora_sp.plugin.zero_optimizer:SequenceZeroOptimizer.step_if_finite": 4,
         "opensora_sp.training.trainable:ShardedEma.update": 4,
         "opensora_sp.training.step:PendingResult.read": 4,
         f"{METRICS}Reporter.log": 4,

@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from worlds import TRAINING, in_worlds
 
 from campaigns.case import Case, with_sample
-from opensora_sp.checkpoint import committed_checkpoints, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import committed_checkpoints
 
 pytestmark = pytest.mark.campaign(
     bar="same decision on all ranks, no byte changed, the last good checkpoint kept", size=96

@@ -24,7 +24,8 @@ from polling import wait_until
 from restarts import TINY, Undisturbed, content_of, newest_step
 
 from campaigns.case import Case, with_sample
-from opensora_sp.checkpoint import checkpoint_name, newest_checkpoint, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import checkpoint_name, newest_checkpoint
 from opensora_sp.training.metrics import read_metrics
 
 SECONDS = 25.0  # torchrun kills ranks after 30

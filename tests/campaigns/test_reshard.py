@@ -87,7 +87,8 @@ class Trained:
     """A boosted model with its average; stage and precision depend on the layout."""
 
     def __init__(self, layout: Layout, scale: float = 1.0) -> None:
-        from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
+        from opensora_sp.checkpoint.zero_shards import NamedShards
+        from opensora_sp.plugin import SequenceParallelPlugin
         from opensora_sp.plugin._colossalai import Booster
         from opensora_sp.training.checkpointing import TrainingState, fixed_tensors
         from opensora_sp.training.trainable import ShardedEma

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from PIL import Image
 from ranks import run_ranks
 
-from opensora_sp.config import PromptOptions, load_inference_config
-from opensora_sp.data import toy_clip, write_video
+from opensora_sp.config import load_inference_config
+from opensora_sp.config.sections import PromptOptions
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.video import write_video
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.decoding import collected
 from opensora_sp.sampling.requests import requests_of

@@ -24,16 +24,11 @@ from runs import ROOT, TRAIN, write_toy_set
 from worlds import TRAINING, in_worlds
 
 from opensora_sp.config import load_train_config
-from opensora_sp.data import (
-    CachedClip,
-    CachedFeatures,
-    RequestLoader,
-    Sample,
-    VideoTextDataset,
-)
-from opensora_sp.data.cache import in_fewest_bits
-from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.data.cache import CachedClip, CachedFeatures, in_fewest_bits
+from opensora_sp.data.dataset import Sample, VideoTextDataset
+from opensora_sp.data.loader import RequestLoader
 from opensora_sp.encoders.loading import weights_digest
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.cache_writer import check_reproducible
 from opensora_sp.features.sources import Encoders
 from opensora_sp.runtime.watchdog import Watchdog

@@ -20,7 +20,8 @@ from runs import write_random_model
 from window_cases import MIXED, WindowCase
 
 from opensora_sp.config import load_inference_config
-from opensora_sp.diffusion import IDDPM, Noised, RectifiedFlow, rank_loss
+from opensora_sp.diffusion import IDDPM, RectifiedFlow, rank_loss
+from opensora_sp.diffusion.process import Noised
 from opensora_sp.parallel import SequenceMesh, parallelize
 from opensora_sp.parallel.engine import Shard
 from opensora_sp.sampling.requests import requests_of

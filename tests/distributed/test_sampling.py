@@ -18,9 +18,10 @@ from ranks import run_ranks
 from runs import CURVE, run_forked
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import CheckpointFolder, Part, SaveJob, Saver
+from opensora_sp.checkpoint.checkpoint_folder import CheckpointFolder
+from opensora_sp.checkpoint.writer import Part, SaveJob, Saver
 from opensora_sp.config import load_inference_config
-from opensora_sp.data import read_video
+from opensora_sp.data.video import read_video
 from opensora_sp.parallel import CommLedger, SequenceMesh
 from opensora_sp.sampling import read_prompts
 from opensora_sp.sampling.requests import requests_of

@@ -20,25 +20,15 @@ from tiny_models import TINY
 from torch import Tensor
 from worlds import in_worlds
 
-from opensora_sp.config import ModelSpec
-from opensora_sp.data import (
-    Clip,
-    ClipShape,
-    CorruptSample,
-    Entry,
-    MicroBatchPlan,
-    Sample,
-    VideoTextDataset,
-)
+from opensora_sp.config.components import ModelSpec
+from opensora_sp.data.dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
+from opensora_sp.data.manifest import Entry
+from opensora_sp.data.sampler import MicroBatchPlan
 from opensora_sp.diffusion import rank_loss
-from opensora_sp.encoders import (
-    HashedBagOfWords,
-    OpenSoraVAEv13,
-    PatchPoolVAE,
-    Piece,
-    independent_pieces,
-)
-from opensora_sp.encoders.open_sora_vae_v13 import build_network
+from opensora_sp.encoders import independent_pieces
+from opensora_sp.encoders.interface import Piece
+from opensora_sp.encoders.open_sora_vae_v13 import OpenSoraVAEv13, build_network
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.exchange import distribute_pieces

@@ -14,7 +14,9 @@ from ranks import run_ranks
 from runs import losses, run, run_forked, write_training
 from safetensors.torch import load_file
 
-from opensora_sp.checkpoint import Part, committed_checkpoints, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import committed_checkpoints
+from opensora_sp.checkpoint.writer import Part
 from opensora_sp.config import load_train_config
 from opensora_sp.runtime import run_lock
 from opensora_sp.runtime.run_lock import RunLock
@@ -242,7 +244,7 @@ def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(tmp_path: Path)
 
 def test_integer_states_of_an_optimizer_stay_integers() -> None:
     """HybridAdam counts its steps in an int."""
-    from opensora_sp.plugin import NamedShards
+    from opensora_sp.checkpoint.zero_shards import NamedShards
 
     class Zero:
         def __init__(self, master: torch.Tensor, state: dict) -> None:

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Clip, scale
+from opensora_sp.data.dataset import Clip
 from opensora_sp.data.randomness import normal, uniform
-from opensora_sp.diffusion import Noised
+from opensora_sp.data.transforms import scale
+from opensora_sp.diffusion.process import Noised
 from opensora_sp.features.build import make_encoders
 from opensora_sp.training import trainer, validation
 from opensora_sp.training.metrics import read_metrics

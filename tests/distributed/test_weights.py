@@ -20,17 +20,12 @@ from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY
 
-from opensora_sp.checkpoint import (
-    check_model_config,
-    find_weights,
-    fitted,
-    from_pretrained,
-    load_model,
-    open_weights,
-    save_pretrained,
-    weight_files,
-    write_model_config,
-)
+from opensora_sp.checkpoint import find_weights, from_pretrained, save_pretrained
+from opensora_sp.checkpoint.model_config import check_model_config, write_model_config
+from opensora_sp.checkpoint.paths import weight_files
+from opensora_sp.checkpoint.reader import open_weights
+from opensora_sp.checkpoint.state_dict import fitted
+from opensora_sp.checkpoint.zero_shards import load_model
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.models import STDiT, STDiT2, STDiT3, build_model
@@ -241,7 +236,8 @@ def booster_folders(folder: Path) -> None:
     """What ColossalAI's Booster writes with its own ZeRO plugin; training started from a pickle."""
     from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroCheckpointIO
 
-    from opensora_sp.plugin import NamedShards, SequenceParallelPlugin
+    from opensora_sp.checkpoint.zero_shards import NamedShards
+    from opensora_sp.plugin import SequenceParallelPlugin
     from opensora_sp.plugin._colossalai import Booster
     from opensora_sp.training.checkpointing import fixed_tensors
 

@@ -9,7 +9,7 @@ import pytest
 from check_demo import captioned_clips, main
 from runs import ROOT, run
 
-from opensora_sp.data import Manifest
+from opensora_sp.data.manifest import Manifest
 from opensora_sp.data.toy import is_held_out, toy_captions
 
 CLIPS = captioned_clips(16, held_out=True)

@@ -12,7 +12,8 @@ import pytest
 from jobs import FOR_LONG, ElasticJob, Job, assert_stopped_well
 from planted_faults import Fault
 
-from opensora_sp.checkpoint import committed_checkpoints, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import committed_checkpoints
 from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from polling import wait_until
 from ranks import run_ranks
 from runs import losses, write_training
 
-from opensora_sp.checkpoint import newest_checkpoint
+from opensora_sp.checkpoint.paths import newest_checkpoint
 from opensora_sp.config import load_train_config
 from opensora_sp.training.run import train
 

@@ -17,7 +17,7 @@ from opensora_sp.common import error_file
 from opensora_sp.common.console import report_errors
 from opensora_sp.common.error_file import write_error_file
 from opensora_sp.config import load_inference_config, load_train_config
-from opensora_sp.data import Manifest
+from opensora_sp.data.manifest import Manifest
 from opensora_sp.training.summary import conclude, write_sampling_config
 
 OURS = re.compile(r'File ".*(opensora_sp|scripts)/')

@@ -22,7 +22,8 @@ from runs import BIN, ROOT
 from torch.distributed.elastic.multiprocessing import MultiprocessContext
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from opensora_sp.checkpoint import newest_checkpoint, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import newest_checkpoint
 from opensora_sp.training.metrics import read_metrics
 
 

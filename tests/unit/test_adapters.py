@@ -14,18 +14,20 @@ from safetensors.torch import save_file
 from tiny_models import TINY
 from torch import nn
 
-from opensora_sp.checkpoint import Stored, Weights, check_adapters, open_adapters
 from opensora_sp.checkpoint.adapters import (
     AdapterKind,
     Adapters,
     Base,
     adapter_files,
     base_digest,
+    check_adapters,
     find_adapters,
     merged,
     name_on_disk,
+    open_adapters,
     parse_source,
 )
+from opensora_sp.checkpoint.reader import Stored, Weights
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import build_model

@@ -14,8 +14,9 @@ from bucket_configs import write_bucket_config
 
 from opensora_sp.cli import main
 from opensora_sp.config import load_train_config
-from opensora_sp.data import BucketPlan, Buckets, Entry, Manifest, write_manifest
-from opensora_sp.data.bucket_plan import BatchOrder
+from opensora_sp.data.bucket_plan import BatchOrder, BucketPlan
+from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.manifest import Entry, Manifest, write_manifest
 from opensora_sp.data.sampler import micro_batches_of, snake_order
 from opensora_sp.features.build import Work
 

@@ -14,11 +14,11 @@ from opensora_sp.config import (
     dump_config,
     load_inference_config,
     load_train_config,
-    split_type,
 )
-from opensora_sp.config.components import check_options
-from opensora_sp.diffusion import Geometry, RectifiedFlow
-from opensora_sp.encoders import PatchPoolVAE
+from opensora_sp.config.components import check_options, split_type
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Geometry
+from opensora_sp.encoders.standins import PatchPoolVAE
 from opensora_sp.models import build_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -48,7 +48,7 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         (["model.depth=abc"], "got model.depth = 'abc'; expected a valid integer; change"),
         (["model.depth=2.5"], "got model.depth = 2.5; expected a valid integer; change"),
         (["model.depth=0"], "got depth 0; expected a positive number"),
-        (["grad_checkpoint=100"], "got grad_checkpoint=100; expected a number from 0 to 6,"),
+        (["grad_checkpoint=100"], "got grad_checkpoint=100; expected .* a number from 0 to 6,"),
         (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
         (["model.patch_size=(2, 2)"], r"got model.patch_size = \(2, 2\); expected one more entry"),
         (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; expected a valid boolean; change"),
@@ -90,9 +90,9 @@ def test_a_config_of_the_other_kind_is_the_only_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["scheduler.cfg_scale=-1"], "expected scales from 0 to 1000"),
-        (["scheduler.cfg_scale=1e30"], "expected scales from 0 to 1000"),
-        (["scheduler.num_sampling_steps=1000000000"], "at most 100,000 steps"),
+        (["scheduler.cfg_scale=-1"], "expected a number greater than or equal to 0"),
+        (["scheduler.cfg_scale=1e30"], "expected a number less than or equal to 1000"),
+        (["scheduler.num_sampling_steps=1000000000"], "less than or equal to 100000"),
         (["fps=1e9"], "fps = 1000000000.0; expected a number less than or equal to 1000"),
         (["seed=1" + "0" * 30], "expected a number less than"),
         (["condition_frame_edit=1e999"], "expected a finite number"),

@@ -13,14 +13,10 @@ from runs import ROOT, TRAIN
 
 from opensora_sp.cli import main
 from opensora_sp.common.console import config_arguments
-from opensora_sp.config import (
-    InferenceConfig,
-    TrainConfig,
-    check_launch,
-    load_train_config,
-    parse_override,
-)
+from opensora_sp.config import InferenceConfig, TrainConfig, load_train_config
 from opensora_sp.config.config_file import read_config
+from opensora_sp.config.launch_checks import check_launch
+from opensora_sp.config.load import parse_override
 from opensora_sp.config.optimizer_options import Optimizer
 from opensora_sp.config.sections import (
     Dataset,
@@ -270,7 +266,7 @@ def test_processes_and_device_are_checked_together(base: Path) -> None:
         "got sp_size 3 with 4 processes",
         "precision 'fp16' without CUDA",
         "'HybridAdam' without CUDA",
-        "kernels 'triton' on a device of type 'cpu'",
+        "on a device of type 'cpu'",
     ):
         assert message in str(error.value)
     check_launch(load_train_config("base.py"), 4)

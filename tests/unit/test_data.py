@@ -10,24 +10,12 @@ import pytest
 from runs import TRAIN, write_toy_set
 
 from opensora_sp.config import load_train_config
-from opensora_sp.data import (
-    Clip,
-    ClipShape,
-    CorruptSample,
-    MicroBatchPlan,
-    ReplicaBatches,
-    Sample,
-    StepLoader,
-    VideoTextDataset,
-    read_video,
-    to_clip,
-    to_frames,
-    toy_clip,
-    write_video,
-)
-from opensora_sp.data.sampler import micro_batches_of
-from opensora_sp.data.toy import COLOURS
-from opensora_sp.data.video import count_frames
+from opensora_sp.data.dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
+from opensora_sp.data.loader import StepLoader
+from opensora_sp.data.sampler import MicroBatchPlan, ReplicaBatches, micro_batches_of
+from opensora_sp.data.toy import COLOURS, toy_clip
+from opensora_sp.data.transforms import to_clip, to_frames
+from opensora_sp.data.video import count_frames, read_video, write_video
 from opensora_sp.features.build import make_dataset, make_plan, order_state
 
 SHAPE = ClipShape(4, 16, 16)
@@ -59,7 +47,7 @@ def test_a_written_video_reads_back(tmp_path: Path) -> None:
     assert fps == 12 and back.shape == frames.shape
     assert np.abs(back.astype(int) - frames).mean() < 3  # H.264 is lossy
     assert count_frames(tmp_path / "a.mp4") == 10  # where a header has no count
-    middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2)
+    middle, fps = read_video(tmp_path / "a.mp4", num_frames=3, interval=2, start=2)
     assert fps == 6 and np.array_equal(middle, back[2:7:2])
     with pytest.raises(ValueError, match="got 10 frames; expected at least 11"):
         read_video(tmp_path / "a.mp4", num_frames=11)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from opensora_sp.data import Clip, ClipShape, scale
+from opensora_sp.data.dataset import Clip, ClipShape
 from opensora_sp.data.randomness import generator
-from opensora_sp.data.transforms import Degradation
-from opensora_sp.diffusion import Noised, RectifiedFlow
-from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.data.transforms import Degradation, scale
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Noised
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.sources import DegradedClips, Encoders
 from opensora_sp.training.trainer import encoders_of_validation
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from opensora_sp.cli import main
 from opensora_sp.common.importing import PackageError
 from opensora_sp.config import load_inference_config
-from opensora_sp.diffusion import Geometry, RectifiedFlow
-from opensora_sp.encoders import ImageVAE
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Geometry
+from opensora_sp.encoders.huggingface import ImageVAE
 from opensora_sp.integrations.diffusers import OpenSoraPipeline, OpenSoraScheduler, write_pipeline
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline
@@ -225,6 +226,11 @@ def test_adapters_are_loaded_weighted_fused_and_unloaded(v12: Path, tmp_path: Pa
     pipeline.fuse_lora(lora_scale=0.5)
     pipeline.unload_lora_weights()
     assert holds(f"{one}:0.5")
+
+    pipeline.load_lora_weights(one, adapter_name="default_1")
+    pipeline.load_lora_weights(two)
+    assert pipeline.get_active_adapters() == ["default_2"]
+    pipeline.unload_lora_weights()
 
     pipeline.load_lora_weights(one, adapter_name="one")
     for call, message in (

@@ -17,23 +17,19 @@ from safetensors.torch import load_file, save_file
 from opensora_sp.checkpoint import hub
 from opensora_sp.cli import main
 from opensora_sp.config import InferenceConfig, build_component, load_inference_config
-from opensora_sp.data import scale, toy_clip
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.transforms import scale
 from opensora_sp.encoders import (
     LATENT_ENCODERS,
-    HashedBagOfWords,
-    ImageVAE,
     LatentEncoder,
-    OpenSoraVAE,
-    PatchDCTVAE,
-    PatchPoolVAE,
-    Piece,
-    T5TextEncoder,
-    TextEncoder,
-    decoded_pieces,
     independent_pieces,
     planned_latent_size,
 )
-from opensora_sp.encoders.t5 import clean_caption
+from opensora_sp.encoders.huggingface import ImageVAE
+from opensora_sp.encoders.interface import Piece, TextEncoder, decoded_pieces
+from opensora_sp.encoders.open_sora_vae import OpenSoraVAE
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchDCTVAE, PatchPoolVAE
+from opensora_sp.encoders.t5 import T5TextEncoder, clean_caption
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "sample.py"
 

@@ -14,11 +14,15 @@ from golden_values import GOLDEN
 from runs import batch_of, features_of
 
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Clip
+from opensora_sp.data.dataset import Clip
 from opensora_sp.data.randomness import generator
-from opensora_sp.diffusion import draw_frame_mask
-from opensora_sp.diffusion.conditioning_frames import STRATEGIES, check_mask_ratios, frame_mask
-from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.diffusion.conditioning_frames import (
+    STRATEGIES,
+    check_mask_ratios,
+    draw_frame_mask,
+    frame_mask,
+)
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.sources import Encoders
 
 pytestmark = pytest.mark.core

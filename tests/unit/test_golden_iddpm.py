@@ -13,8 +13,9 @@ import torch
 from golden_schedulers import toy_network
 from golden_values import close, close_gradient, close_table, load, under
 
-from opensora_sp.diffusion import IDDPM, Noised
+from opensora_sp.diffusion import IDDPM
 from opensora_sp.diffusion.gaussian import discretised_nll, gaussian_kl, named_betas, respaced_steps
+from opensora_sp.diffusion.process import Noised
 
 pytestmark = pytest.mark.core
 RELEASES = {"v10": "float64", "v12": "float32"}

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opensora_sp.data import read_frames, read_video
 from opensora_sp.data.media_checks import without_metadata
-from opensora_sp.data.video import UNREADABLE, count_frames, probe
+from opensora_sp.data.video import UNREADABLE, count_frames, probe, read_frames, read_video
 
 INFLATED, MOST = 400 << 20, 300 << 20
 SIDE = 8

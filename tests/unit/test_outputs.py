@@ -17,8 +17,9 @@ import torch
 from PIL import Image
 
 from opensora_sp.cli.sample import parse
-from opensora_sp.config import InferenceConfig, PromptOptions, load_inference_config
-from opensora_sp.data import read_frames
+from opensora_sp.config import InferenceConfig, load_inference_config
+from opensora_sp.config.sections import PromptOptions
+from opensora_sp.data.video import read_frames
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling import outputs, read_prompts, sample

@@ -18,8 +18,8 @@ import torch
 from hostile import RunsWhenUnpickled, check_torchscript_attacks, write_torchscript
 from torch import nn
 
-from opensora_sp.checkpoint import open_weights
 from opensora_sp.checkpoint.pickle_file import open_pickle
+from opensora_sp.checkpoint.reader import open_weights
 
 
 def write_zip(file: Path, content: bytes) -> None:

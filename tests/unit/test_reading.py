@@ -21,25 +21,13 @@ from torch.utils.data import DataLoader
 
 from opensora_sp.cli import main
 from opensora_sp.common.files import open_regular
-from opensora_sp.data import (
-    Clip,
-    ClipShape,
-    CorruptSample,
-    Entry,
-    Manifest,
-    Sample,
-    VideoTextDataset,
-    find_files,
-    read_frames,
-    read_video,
-    toy_clip,
-    video,
-    write_manifest,
-    write_video,
-)
-from opensora_sp.data.index import sidecar_caption
+from opensora_sp.data import video
+from opensora_sp.data.dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
+from opensora_sp.data.index import find_files, sidecar_caption
+from opensora_sp.data.manifest import Entry, Manifest, write_manifest
+from opensora_sp.data.toy import toy_clip
 from opensora_sp.data.transforms import resize_and_crop
-from opensora_sp.data.video import count_frames
+from opensora_sp.data.video import count_frames, read_frames, read_video, write_video
 
 WRITTEN = {  # format, codec, pixels and frames of a file
     "a.gif": ("gif", "gif", "rgb8", 3),

@@ -13,7 +13,7 @@ import torch
 from tiny_models import TINY
 
 from opensora_sp.config import load_inference_config
-from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.features.sources import Encoders
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import used_tokens
