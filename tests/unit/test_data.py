@@ -146,10 +146,7 @@ def test_clips_too_short_by_the_manifest_are_skipped(tmp_path: Path) -> None:
     assert stand_ins == {0, 2, 3, 5}
     assert order_state(cfg, plan, 6)["num_samples"] == 4
 
-    with pytest.raises(
-        ValueError,
-        match=r"got 1 clips \(5 of 6 skipped, too short for 5 frames\) and batch_size 2",
-    ):
+    with pytest.raises(ValueError, match=r"got 1 clips \(5 of 6 skipped, too short for 5 frames\)"):
         short = cfg.model_copy(
             update={"dataset": cfg.dataset.model_copy(update={"frame_interval": 9})}
         )
