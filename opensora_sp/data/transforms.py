@@ -146,7 +146,7 @@ def _resampled(x: Tensor, ratios: list[int], mode: str) -> Tensor:
 
 
 def check_degradation(
-    prob: Mapping[Kind, float] | None, strength: Mapping[Kind, list[int] | float] | None
+    prob: Mapping[Kind, float] | None, strength: Mapping[Kind, Any] | None
 ) -> None:
     """Raise ValueError unless some kinds have a probability, and each of these its strength."""
     if not prob:
