@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from opensora_sp.data import Clip, ClipShape, Sample, VideoTextDataset, scale, toy_clip, write_video
-from opensora_sp.data.transforms import resize_and_crop
+from opensora_sp.data.dataset import Clip, ClipShape, Sample, VideoTextDataset
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.transforms import resize_and_crop, scale
+from opensora_sp.data.video import write_video
 
 FRAMES, SIZE = 48, 480  # of each file
 

@@ -37,7 +37,7 @@ from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.planner.calibration import calibrate
 from opensora_sp.planner.memory import recomputed_share
-from opensora_sp.planner.seconds import ModelCosts, ModelFlops, seconds_of
+from opensora_sp.planner.seconds import ModelFlops, seconds_of
 from opensora_sp.planner.trace import run_step, trace_activations
 from opensora_sp.runtime.cost_models import GPUS, SHEETS
 from opensora_sp.runtime.doctor.device import Examination, setup_for
@@ -282,7 +282,7 @@ def plan_of(config: Any, shape: Shape, gpu: CostModel, level: int) -> tuple[floa
         BatchShape.of(config, shape.batch, shape.latents[2:]),
         Options(cost_model=gpu),
         1,
-        model=ModelCosts.of("STDiT3", config),
+        model=ModelFlops.planned("STDiT3", config),
         element_size=BF16.itemsize,
         recomputed=recomputed_share([level]),
     )

@@ -30,12 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora_sp.data import BucketPlan, MicroBatch, toy_clip
-from opensora_sp.data.bucket_plan import BatchOrder
+from opensora_sp.data.bucket_plan import BatchOrder, BucketPlan
 from opensora_sp.data.randomness import normal, uniform
+from opensora_sp.data.sampler import MicroBatch
+from opensora_sp.data.toy import toy_clip
 from opensora_sp.data.transforms import scale
-from opensora_sp.diffusion import Noised, RectifiedFlow
-from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Noised
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.models import build_model
 
 FRAMES, OF_BUCKET, HELD_OUT = (1, 4, 8), 96, 16

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opensora_sp.config import TrainConfig, load_train_config
-from opensora_sp.data import BucketPlan, MicroBatch
-from opensora_sp.data.bucket_plan import BatchOrder
-from opensora_sp.data.sampler import micro_batches_of
+from opensora_sp.data.bucket_plan import BatchOrder, BucketPlan
+from opensora_sp.data.sampler import MicroBatch, micro_batches_of
 from opensora_sp.data.schedule import busy_seconds, schedule
 from opensora_sp.features.build import GroupSeconds, Work
 from opensora_sp.parallel.cost_model import H100

@@ -45,8 +45,9 @@ from benchmarks.slow_link import (
     on_slow_link,
 )
 from opensora_sp.config import load_train_config
-from opensora_sp.data import Entry, write_manifest, write_video
 from opensora_sp.data.loader import StepBatches
+from opensora_sp.data.manifest import Entry, write_manifest
+from opensora_sp.data.video import write_video
 from opensora_sp.parallel import CommLedger, shutdown_process_group
 from opensora_sp.parallel.communication import listening
 from opensora_sp.parallel.cost_model import CostModel
@@ -231,7 +232,7 @@ class Run:
                 self.trainer.step.run(self.step, batches).read()
 
                 self.step += 1
-                clips += step.num_samples
+                clips += sum(len(micro_batch.ids) for micro_batch in step.micro_batches)
                 own_clips += sum(len(one.micro_batch.ids) for one in loaded)
         return Epoch(clock.seconds, clips, own_clips, self.waited, counter)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.processes import on_ranks
 from opensora_sp.config import InferenceConfig
-from opensora_sp.encoders import HashedBagOfWords, PatchPoolVAE
+from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
 from opensora_sp.models import build_model
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh, parallelize, unwrap

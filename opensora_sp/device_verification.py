@@ -21,7 +21,7 @@ from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.attention import choose_backends, set_refused
 from opensora_sp.models.attention_table import KERNELS, KINDS, LABELS, Backend, names_by_kind
-from opensora_sp.models.kernels.examples import Sizes, kernel_names
+from opensora_sp.models.kernels.examples import kernel_names
 from opensora_sp.models.kernels.fused import Kernels, check_kernels, set_kernels, set_verified
 from opensora_sp.models.kernels.verification import (
     OBSTACLES,
@@ -78,11 +78,9 @@ def choose_kernels(
         is_interpreted = kernels == TRITON and device.type != "cuda"
         return _logged(dict.fromkeys(names, TRITON if is_interpreted else TORCH), reason)
 
-    start = time.perf_counter()
-    sizes, problem = Sizes.of(model.config), obstacle(device)
-    local_verdicts = {}
+    local_verdicts, problem, start = {}, obstacle(device), time.perf_counter()
     for name in names:
-        compare = partial(verify_kernel, name, sizes, dtype, device)
+        compare = partial(verify_kernel, name, model.config, dtype, device)
         local_verdicts[name] = problem or _verdict(name, compare, device)
     verdicts = agreed(local_verdicts)
     refused = {name: verdict for name, verdict in verdicts.items() if verdict != OK}
@@ -101,10 +99,8 @@ def choose_kernels(
     _warn_of_replaced({n: verdict for n, verdict in refused.items() if verdict not in OBSTACLES})
 
     used = {name: TORCH if name in refused else TRITON for name in names}
-    (verdict, *others) = set(verdicts.values())
-    if verdict in OBSTACLES and not others:
-        return _logged(used, verdict)
-    return _logged(used, f"verified in {time.perf_counter() - start:.1f} s")
+    taken = f"verified in {time.perf_counter() - start:.1f} s"
+    return _logged(used, problem if problem and {problem} == {*verdicts.values()} else taken)
 
 
 def _reason_to_verify_none(kernels: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -187,7 +183,7 @@ def _failed(cases: Iterable[Case], names: Mapping[str, str], device: torch.devic
     for case in cases:
         kind = case.sequences.kind
         assert kind is not None
-        backend = getattr(choose_backends(names, {kind: case.sequences}, device), kind)
+        backend = choose_backends(names, {kind: case.sequences}, device)[kind]
         if backend.name not in VERIFIED_ELSEWHERE:
             kernel_cases[backend].append(case)
 

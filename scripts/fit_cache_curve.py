@@ -67,7 +67,17 @@ def main() -> None:
 
 
 def fitted_curve(pipeline: Pipeline, requests: list[Request]) -> dict[str, Any]:
-    """The curve of a pipeline's model, as JSON values."""
+    """The curve of a pipeline's model, as JSON values.
+
+    Raises:
+        ValueError: for fewer steps than a polynomial can be fitted to.
+    """
+    steps = pipeline.process.num_sampling_steps
+    if steps < FURTHEST:
+        raise ValueError(
+            f"got num_sampling_steps {steps} to fit a curve to; expected at least {FURTHEST}; pass "
+            "for example --num-sampling-steps 30"
+        )
     path = embedding_path(pipeline)
     distances, changes = list[float](), list[float]()
     for batch in batches_of(requests, pipeline.cfg.batch_size):

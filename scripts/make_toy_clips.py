@@ -9,8 +9,8 @@ from itertools import count, islice
 from pathlib import Path
 
 from opensora_sp.common.console import report_errors
-from opensora_sp.data import toy_clip, write_video
-from opensora_sp.data.toy import is_held_out
+from opensora_sp.data.toy import is_held_out, toy_clip
+from opensora_sp.data.video import write_video
 
 
 def main() -> None:

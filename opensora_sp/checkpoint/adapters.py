@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from opensora_sp.common.files import read_json
@@ -251,15 +252,13 @@ def _base(folder: Path) -> Base | None:
     file = folder / BASE_FACTS
     if not file.is_file():
         return None
-    facts = read_json(file)
     try:
-        name, sha256 = facts["name"] + "", facts["sha256"] + ""
-    except (TypeError, KeyError):
+        return TypeAdapter(Base).validate_python(read_json(file))
+    except ValidationError:
         raise ValueError(
             f"got {file} without texts for name and sha256; expected what a training writes; copy "
             "the file again, or remove it"
         ) from None
-    return Base(name, sha256)
 
 
 def _kind(config: Any, folder: Path) -> AdapterKind:

@@ -49,8 +49,17 @@ class FileSystem:
         self.perform("write", Path(file.name), write_all)
 
     def flush(self, path: Path) -> None:
-        """See the function ``flush``."""
-        self.perform("flush", path, lambda: flush(path))
+        """Flush a file's content, or a folder's list of names, to the storage device (fsync)."""
+
+        def sync() -> None:
+            # A folder can be opened for reading alone, which suffices for fsync.
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+        self.perform("flush", path, sync)
 
     def rename(self, old: Path, new: Path) -> None:
         self.perform("rename", old, lambda: os.replace(old, new))
@@ -87,21 +96,8 @@ class FileSystem:
         self.perform("unlink", folder, folder.rmdir)
 
 
-def flush(path: Path) -> None:
-    """Flush a file's content, or a folder's list of names, to the storage device (fsync)."""
-    # A folder can be opened for reading alone, which suffices for fsync.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
-    digest = hashlib.sha256()
     with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-
-    return digest.hexdigest()
+        # IO declares no readinto, which files have.
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)/?([\w./-]*)(?:@([\w./-]+))?", re.ASCII)
 # Fetched with the weights.
 _ABOUT = ("config.json", "adapter_config.json")
-_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,9 @@ class HubName:
     @classmethod
     def of_missing(cls, source: str) -> HubName | None:
         """The name that a path which is not on disk may be; None for a path into a folder here."""
-        return None if is_path(source) else cls.parse(source)
+        in_folder = Path(source.partition("/")[0]).is_dir()
+        is_path = in_folder or source.startswith((".", "~", "/"))
+        return None if is_path else cls.parse(source)
 
     def within(self, subfolder: str) -> HubName:
         """The name of a folder inside this one."""
@@ -97,11 +98,6 @@ class HubName:
     def __str__(self) -> str:
         path = f"/{self.path}" if self.path else ""
         return f"{self.repository}{path}" + (f"@{self.revision}" if self.revision else "")
-
-
-def is_path(source: str) -> bool:
-    """True if ``source`` is a path and no name on the hub, also where it is not on disk."""
-    return source.startswith((".", "~", "/")) or Path(source.partition("/")[0]).is_dir()
 
 
 def describe_missing(path: str | Path) -> str:
@@ -288,9 +284,9 @@ def _no_weights(
             f"{kind.advice.format(name=name, target=target)}"
         )
 
-    there = ", ".join(sorted(listed)[:_LISTED]) or "nothing"
-    if len(listed) > _LISTED:
-        there += f" and {len(listed) - _LISTED} more"
+    there = ", ".join(sorted(listed)[:8]) or "nothing"
+    if len(listed) > 8:
+        there += f" and {len(listed) - 8} more"
     return NoWeightsError(
         f"got {kind.noun} {str(name)!r} on the hub, which holds no {kind.content} there; expected "
         f"a file of that kind, or a folder with one; there are: {there}; name one of these as "

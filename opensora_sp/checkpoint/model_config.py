@@ -37,8 +37,6 @@ WITHOUT_EFFECT = frozenset(
 # Largest numbers of a config.json: modules and tables are made before weights are compared.
 # MAX_DEPTH is for files of fewer tensors.
 MAX_SETTING, MAX_TABLE, MAX_DEPTH = 1 << 16, 1 << 26, 64
-# Other values would change the model in ways that are not implemented here.
-MUST_BE = {"no_temporal_pos_emb": False}
 
 
 def model_config_json(name: str, config: Any) -> bytes:
@@ -99,7 +97,8 @@ def _refuse_unknown(name: str, others: dict[str, Any], source: Path, known: set[
     unknown = [
         f"{key} = {setting!r}"
         for key, setting in others.items()
-        if key not in WITHOUT_EFFECT and not (key in MUST_BE and MUST_BE[key] == setting)
+        # True would change the model in a way that is not implemented here.
+        if key not in WITHOUT_EFFECT and (key, setting) != ("no_temporal_pos_emb", False)
     ]
     if unknown:
         raise ValueError(
@@ -146,7 +145,7 @@ def choose_config(
         preset = PRESETS[model][1] if model in PRESETS else {}
         wanted = {key: preset[key] for key in preset if key not in overrides}
         wanted["_class_name"] = model_class(model).__name__
-        _refuse_differing(source, wanted, name, values)
+        refuse_differing(source, wanted, name, values)
     if overrides:
         notes = (*notes, f"config.json: overridden by {overrides}")
 
@@ -190,7 +189,7 @@ def check_model_config(
     may_differ = MAY_DIFFER.union(*(CONVERSIONS[other].config_keys for other in convert))
     settings = dataclasses.asdict(config)
     wanted = {key: settings[key] for key in settings if key in known - may_differ}
-    _refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
+    refuse_differing(folder, {"_class_name": name, **wanted}, saved_name, values)
 
 
 def check_encoders(model_config: Any, vae: Any, text_encoder: Any) -> None:
@@ -253,7 +252,7 @@ def _check_sizes(values: dict[str, Any], max_depth: int) -> None:
         )
 
 
-def _refuse_differing(
+def refuse_differing(
     source: Path, wanted: dict[str, Any], name: str, values: dict[str, Any]
 ) -> None:
     """Raise ValueError unless the model ``name`` of saved ``values`` has the wanted settings."""

@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .hub import describe_missing, is_optimizer, local_path
+from .hub import WEIGHTS, describe_missing, is_optimizer, local_path
 from .tensor_file import ShardIndex, is_index
 
 _NAME = re.compile(r"step_(\d{8,})")
 _DAMAGED_NAME = re.compile(r"step_\d{8,}\.damaged(-\d+)?")
 
 # Names that Hugging Face and ColossalAI write.
-_KNOWN_SAFETENSORS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
-)
+_KNOWN_SAFETENSORS = tuple(patterns[0] for patterns in WEIGHTS.safetensors[:-1])
 _KNOWN_PICKLES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
@@ -127,8 +122,14 @@ def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     name, path = str(path), local_path(path, allow_pickle=allow_pickle)
     if path.is_file():
         return path
-    _check_folder(path, name)
+    if not path.is_dir():
+        raise ValueError(
+            f"got checkpoint {name!r}, which is not on disk ({describe_missing(name)}); expected a "
+            "file, a folder, or a name on the hub, whose first part is no folder here; check the "
+            "path"
+        )
 
+    _refuse_adapters(path, name)
     if any((path / name).is_file() for name in _KNOWN_SAFETENSORS + _KNOWN_PICKLES):
         return path
 
@@ -145,18 +146,6 @@ def find_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
 
     weight_file(path)
     return path
-
-
-def _check_folder(path: Path, name: str) -> None:
-    """Raise ValueError unless ``path`` is a folder that may hold whole weights."""
-    if not path.is_dir():
-        raise ValueError(
-            f"got checkpoint {name!r}, which is not on disk ({describe_missing(name)}); expected a "
-            "file, a folder, or a name on the hub, whose first part is no folder here; check the "
-            "path"
-        )
-
-    _refuse_adapters(path, name)
 
 
 def _refuse_adapters(folder: Path, name: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +22,17 @@ from .model_config import choose_config, write_model_config
 from .reader import Weights, open_weights, saved_config
 from .state_dict import check_conversions, fitted
 
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
 CARD = "README.md"
 CARD_TEXT = """---
-{metadata}
----
+library_name: opensora_sp
+pipeline_tag: text-to-video
+license: {license}
+{base_model}---
 
 # {name}
 
-{name} with {millions:.1f} M parameters in {dtype}, exported by `opensora_sp`. License: {license}
+{name} with {millions:.1f} M parameters in {dtype}, exported by `opensora_sp`. License: {license}.
+Weights made of others are under the license of the others.
 
 Load it by `opensora_sp.checkpoint.from_pretrained("{folder}")`, or sample with a config that has
 the autoencoder, the text encoder and the scheduler that it was trained with:
@@ -96,23 +96,17 @@ def from_pretrained(
     with torch.device("meta"):
         built = model_class(name)(settings)
     weights = fitted(weights, built, convert=convert, strict=strict, allow_base=not lora)
-    weights = _with_adapters(weights, built, lora, ema=ema)
+
+    adapters = [open_adapters(source, ema=ema) for source in lora]
+    for source_adapters in adapters:
+        check_adapters(source_adapters, built)
+    warn_of_other_base(weights, adapters)
+    weights = merged(weights, adapters)
 
     if len(weights.tensors) < len(built.state_dict()):
         # The weights lack some: draw these at random.
         built = model_class(name)(settings)
     return fill(built, weights).to(dtype=dtype)
-
-
-def _with_adapters(
-    weights: Weights, model: ConditionedModel, lora: Sequence[str], *, ema: bool
-) -> Weights:
-    """The weights with adapters merged into them."""
-    opened = [open_adapters(source, ema=ema) for source in lora]
-    for adapters in opened:
-        check_adapters(adapters, model)
-    warn_of_other_base(weights, opened)
-    return merged(weights, opened)
 
 
 def fill(model: ConditionedModel, weights: Weights) -> ConditionedModel:
@@ -152,11 +146,19 @@ def save_pretrained(
     Raises:
         ValueError: if the folder holds something, or the size is none.
     """
-    card = model_card(model, Path(path).name, license=license, base_model=base_model)
+    name = type(model).__name__
+    card = CARD_TEXT.format(
+        license=license or "unknown",
+        base_model=f"base_model: {base_model}\n" if base_model else "",
+        name=name,
+        millions=sum(p.numel() for p in model.parameters()) / 1e6,
+        dtype=str(model.dtype).removeprefix("torch."),
+        folder=Path(path).name,
+    )
     with new_folder(Path(path)) as folder:
         write_shards(model.state_dict(), folder, max_shard_size)
-        write_model_config(folder, type(model).__name__, model.config)
-        (folder / CARD).write_text(str(card), encoding="utf-8")
+        write_model_config(folder, name, model.config)
+        (folder / CARD).write_text(card, encoding="utf-8")
 
 
 @contextmanager
@@ -218,31 +220,6 @@ def check_vacant(folder: Path) -> None:
             f"got {folder} to write to, which is there already; expected a new folder; choose "
             "another name"
         )
-
-
-def model_card(
-    model: ConditionedModel, folder: str, *, license: str | None, base_model: str | None
-) -> ModelCard:
-    """The card of a model."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    name = type(model).__name__
-    metadata = ModelCardData(
-        license=license or "unknown",
-        library_name="opensora_sp",
-        pipeline_tag="text-to-video",
-        base_model=base_model,
-    )
-    unknown = "not stated. Weights made of others are under the license of the others."
-    text = CARD_TEXT.format(
-        metadata=metadata.to_yaml(),
-        name=name,
-        millions=sum(p.numel() for p in model.parameters()) / 1e6,
-        dtype=str(model.dtype).removeprefix("torch."),
-        license=f"`{license}`." if license else unknown,
-        folder=folder,
-    )
-    return ModelCard(text)
 
 
 # Encoders whose weights are pickled, rewritten as safetensors

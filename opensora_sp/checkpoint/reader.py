@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -69,11 +69,6 @@ class Weights:
         kept = {name: stored for name, stored in self.tensors.items() if name in names}
         return replace(self, tensors=kept)
 
-    def renamed(self, names: Mapping[str, str]) -> Weights:
-        """With other names, by the name that each has."""
-        tensors = {names[name]: stored for name, stored in self.tensors.items()}
-        return replace(self, tensors=tensors)
-
     def log(self) -> None:
         """Log the source of the weights, and how they are read."""
         logger.info("weights: %d tensors from %s (%s)", len(self.tensors), self.path, self.format)
@@ -110,12 +105,10 @@ def open_weights(path: str | Path, *, ema: bool = False, allow_pickle: bool = Fa
     return replace(_without_prefix(weights), path=path, config=saved_config(path))
 
 
-def convert_command(source: str | Path, target: str | Path | None = None) -> str:
-    """The command that converts pickled weights, by default to a folder next to them."""
-    if target is None:
-        path = Path(source)
-        target = f"{path.with_suffix('') if path.is_file() else path}-safetensors"
-    return shlex.join(["opensora-sp", "convert", str(source), str(target), "--allow-pickle"])
+def convert_command(source: Path) -> str:
+    """The command that converts pickled weights to a folder next to them."""
+    target = f"{source.with_suffix('') if source.is_file() else source}-safetensors"
+    return shlex.join(["opensora-sp", "convert", str(source), target, "--allow-pickle"])
 
 
 def saved_config(path: Path) -> dict[str, Any] | None:
@@ -212,7 +205,7 @@ def _without_prefix(weights: Weights) -> Weights:
     """Remove a prefix that a wrapper put before all names."""
     for prefix in PREFIXES:
         if weights.tensors and all(name.startswith(prefix) for name in weights.tensors):
-            names = {name: name.removeprefix(prefix) for name in weights.tensors}
-            notes = (*weights.notes, f"took {prefix!r} off the {len(names)} names")
-            return _without_prefix(replace(weights.renamed(names), notes=notes))
+            tensors = {name.removeprefix(prefix): x for name, x in weights.tensors.items()}
+            notes = (*weights.notes, f"took {prefix!r} off the {len(tensors)} names")
+            return _without_prefix(replace(weights, tensors=tensors, notes=notes))
     return weights

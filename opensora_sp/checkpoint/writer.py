@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,26 +72,15 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return math.isfinite(torch.stack(largest).max().item())
 
 
-class Target(Protocol):
-    """Target of rank 0: ``begin``, the files, then ``finish``; ``abandon`` after an error."""
-
-    def begin(self) -> None: ...
-
-    def tensor_file(self, name: str, specs: Mapping[str, Spec]) -> TensorFile: ...
-
-    def finish(self, entries: Mapping[str, dict[str, Any]]) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
 @dataclass
 class SaveJob:
     """Files of named tensors and their target.
 
-    Names and specs must be the same on every rank; the target is used on rank 0.
+    Names and specs must be the same on every rank. Rank 0 calls the target's ``begin``,
+    ``tensor_file`` for each file, and ``finish``; after an error ``abandon``.
     """
 
-    target: Target
+    target: Any
     files: dict[str, dict[str, Part]] = field(default_factory=dict)
 
     def snapshot(self) -> SaveJob:

@@ -8,7 +8,7 @@ can read them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,31 +20,19 @@ from .tensor_file import Spec
 from .writer import Part
 
 
-class ZeroOptimizer(Protocol):
-    """The plugin's ZeRO optimizer, with fp32 master weights by the ``id`` of a parameter."""
-
-    optim: torch.optim.Optimizer
-    param_groups: list[dict[str, Any]]
-
-    def get_working_to_master_map(self) -> dict[int, Tensor]: ...
-
-    def loss_scale_state(self) -> dict[str, float] | None: ...
-
-    def set_loss_scale_state(self, state: dict[str, float] | None) -> None: ...
-
-
 class NamedShards:
     """A boosted model's trainable parameters by name, with this rank's shards of what ZeRO keeps.
 
     Args:
         module: the bare model.
+        optimizer: the plugin's, with fp32 master weights by the ``id`` of a parameter.
 
     Attributes:
         working: the model's own parameters, in the training's precision.
         master_weights: this rank's shards of the fp32 master weights.
     """
 
-    def __init__(self, module: nn.Module, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
         self.optimizer = optimizer
         master_of = optimizer.get_working_to_master_map()
         self.working = {name: p for name, p in module.named_parameters() if id(p) in master_of}

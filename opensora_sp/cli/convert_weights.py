@@ -15,11 +15,12 @@ from typing import Any
 
 from opensora_sp.checkpoint import from_pretrained, save_pretrained
 from opensora_sp.checkpoint.hub import HubName, local_path
-from opensora_sp.checkpoint.model_config import MAY_DIFFER
+from opensora_sp.checkpoint.model_config import MAY_DIFFER, refuse_differing
 from opensora_sp.checkpoint.pretrained import check_vacant, convert_encoder, is_encoder
 from opensora_sp.common.console import add_allow_pickle, log_to_terminal
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import ModelSpec, load_inference_config, parse_override
+from opensora_sp.config import load_inference_config
+from opensora_sp.config.load import parse_override
 from opensora_sp.encoders.loading import TOKENIZER_FILES
 from opensora_sp.models.base import ConditionedModel
 
@@ -163,7 +164,10 @@ def _write_pipeline(
     from opensora_sp.integrations.diffusers import OpenSoraScheduler, write_pipeline
 
     cfg = load_inference_config(args.sampling_config)
-    _check_same_model(model, cfg.model_spec)
+    spec, given = cfg.model_spec, dataclasses.asdict(model.config)
+    settings = {"_class_name": spec.model_class.__name__, **dataclasses.asdict(spec.config)}
+    wanted = {key: settings[key] for key in settings if key not in MAY_DIFFER}
+    refuse_differing(Path(args.source), wanted, type(model).__name__, given)
     if cfg.lora and not args.merge_lora:
         raise ValueError(
             f"got --config {args.sampling_config} with lora {list(cfg.lora)}; expected adapters to "
@@ -179,22 +183,6 @@ def _write_pipeline(
         allow_pickle=args.allow_pickle,
         **written,
     )
-
-
-def _check_same_model(model: ConditionedModel, spec: ModelSpec) -> None:
-    """Raise ValueError if a config's model is not the model of the weights."""
-    given = {"type": type(model).__name__, **dataclasses.asdict(model.config)}
-    wanted = {"type": spec.model_class.__name__, **dataclasses.asdict(spec.config)}
-    differing = [
-        f"{key} = {given.get(key)!r} ({wanted.get(key)!r} in the config)"
-        for key in sorted(given.keys() | wanted.keys())
-        if key not in MAY_DIFFER and given.get(key) != wanted.get(key)
-    ]
-    if differing:
-        raise ValueError(
-            f"got weights of a model with {', '.join(differing[:6])}; expected the model of "
-            "--config; correct its model section, or pass another config"
-        )
 
 
 def _model_options(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     result: Diagnosis | Examination
     if args.device is not None:
         result = _examine_device(args)
-        text = device_summary(result)
+        failed = sum(finding.verdict == "FAIL" for finding in result.findings)
+        text = f"\n{failed} of {len(result.findings)} findings failed, {result.seconds:.0f} s"
     else:
         diagnosis = diagnose(collective=args.collective)
         if diagnosis is None:
@@ -93,13 +94,6 @@ def device_line(finding: Finding) -> str:
     got = "-" if finding.got is None else f"{finding.got:.3g}"
     line = f"  {finding.name:{CHECK_WIDTH}}  {got:>20}  {finding.verdict}"
     return line if finding.verdict == "ok" else f"{line}\n    -> {finding.note}"
-
-
-def device_summary(examination: Examination) -> str:
-    """The number of findings that failed, and the time of all."""
-    verdicts = [finding.verdict for finding in examination.findings]
-    failed = verdicts.count("FAIL")
-    return f"\n{failed} of {len(verdicts)} findings failed, {examination.seconds:.0f} s"
 
 
 def table(diagnosis: Diagnosis) -> str:

@@ -9,9 +9,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from opensora_sp.common.files import check_writable
-from opensora_sp.data import Limits, find_files, index_files, write_manifest
-from opensora_sp.data.index import check_captions, read_captions, relative_entries
-from opensora_sp.data.manifest import check_suffix
+from opensora_sp.data.index import (
+    check_captions,
+    find_files,
+    index_files,
+    read_captions,
+    relative_entries,
+)
+from opensora_sp.data.limits import Limits
+from opensora_sp.data.manifest import check_suffix, write_manifest
 
 MAX_REPORTED = 20  # unreadable files reported by name
 
@@ -74,7 +80,8 @@ def run(args: argparse.Namespace) -> None:
         )
 
     write_manifest(args.output, relative_entries(index.entries, args.output))
+    without_caption = sum(not entry.text for entry in index.entries)
     sys.stdout.write(
-        f"{args.output}: {len(index.entries)} clips, {index.without_caption} of them without a "
+        f"{args.output}: {len(index.entries)} clips, {without_caption} of them without a "
         f"caption; {len(index.corrupt)} files cannot be read and were skipped\n"
     )

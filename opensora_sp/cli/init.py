@@ -10,8 +10,10 @@ from opensora_sp.checkpoint.pretrained import check_vacant
 from opensora_sp.common.files import SHIPPED, check_writable, shipped_name
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.config_file import files_of
-from opensora_sp.data import find_files, index_files, toy_clip, write_manifest, write_video
-from opensora_sp.data.index import relative_entries
+from opensora_sp.data.index import find_files, index_files, relative_entries
+from opensora_sp.data.manifest import write_manifest
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.video import write_video
 
 FIRST = "configs/demo/first.py"
 NUM_CLIPS = 16
@@ -56,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
     check_writable(folder, "the folder")
 
     name = _copy_configs(config, folder)
-    _copy_prompts(config, folder / "prompts.txt")
+    family = config.relative_to(SHIPPED).parts[0]
+    (folder / "prompts.txt").write_bytes((SHIPPED / family / "prompts.txt").read_bytes())
     _write_clips(cfg, folder / cfg.dataset.manifest)
     script = folder / "run.sh"
     nproc = cfg.sp_size if isinstance(cfg.sp_size, int) else 1
@@ -92,12 +95,6 @@ def _copy_configs(config: Path, folder: Path) -> str:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     return shipped_name(config)
-
-
-def _copy_prompts(config: Path, target: Path) -> None:
-    """Copy the example prompts of a config's family."""
-    family = config.relative_to(SHIPPED).parts[0]
-    target.write_bytes((SHIPPED / family / "prompts.txt").read_bytes())
 
 
 def _write_clips(cfg: TrainConfig, manifest: Path) -> None:

@@ -210,9 +210,8 @@ def _details(estimate: BatchEstimate) -> list[str]:
     if kept.master_weights:
         entries.append(f"blocks: {memory.describe()}")
     if (whole := estimate.steps) is not None:
-        sent = f"{sum(whole.sent) / len(whole.sent) / 1e6:,.1f} MB sent"
         steps = describe_steps(whole.steps) or f"all {len(whole.steps)} are computed"
-        entries.append(f"steps: {steps}; together {whole.seconds:.3g} s and {sent}")
+        entries.append(f"steps: {steps}; together {whole.seconds:.3g} s")
     if estimate.sampling is not None:
         entries.append(f"with the encoders: {estimate.sampling.describe()}")
     return ["", *chain.from_iterable(map(_wrapped, entries))]

@@ -46,14 +46,15 @@ def run_fit(args: argparse.Namespace) -> None:
 
     cfg = cfg.model_copy(update={"grad_checkpoint": "auto"})
     num_gpus = args.gpus or _largest_group(cfg)
-    check_numbers(num_gpus, args.gpus_per_node, None)
+    largest_batch = LARGEST_BATCH if args.largest_batch is None else args.largest_batch
+    check_numbers(gpus=num_gpus, gpus_per_node=args.gpus_per_node, largest_batch=largest_batch)
     result = fit(
         cfg,
         num_gpus,
         memory,
         gpus_per_node=args.gpus_per_node,
         cost_model=rates_of(cfg, args.gpu),
-        largest_batch=LARGEST_BATCH if args.largest_batch is None else args.largest_batch,
+        largest_batch=largest_batch,
         # disable=None: no bar where stderr is no terminal.
         progress=partial(tqdm, desc="plan", unit="bucket", disable=None, leave=False),
     )

@@ -6,7 +6,8 @@ import argparse
 import sys
 
 from opensora_sp.common.console import config_arguments, log_to_terminal
-from opensora_sp.config import dump_config, load_either, sources
+from opensora_sp.config import dump_config, load_either
+from opensora_sp.config.load import sources
 
 
 def parser() -> argparse.ArgumentParser:

@@ -167,19 +167,22 @@ def shipped_models() -> list[Path]:
 
 
 def shipped_model(name: str) -> Path | None:
-    """Folder of the package's model ``name``; None for the path of a file or of a folder.
+    """Folder of the package's model ``name``; None for the path of a file.
 
     Raises:
         ValueError: if ``name`` is neither.
     """
     models = {folder.name: folder for folder in shipped_models()}
     path = Path(name)
-    if name in models or path.exists() or path.suffix or len(path.parts) > 1:
+    is_other = path.is_dir() or len(path.parts) == 1
+    if name in models or path.is_file() or path.suffix or not is_other:
         return models.get(name)
 
+    config = path / "sample.py"
     raise ValueError(
-        f"got {name!r}, which is neither a file nor a model of the package; expected a .py config "
-        f"(with --ckpt PATH), or one of {', '.join(models)}; {nearest(name, models)}"
+        f"got {name!r}, which is neither a file nor a model of the package; expected "
+        f"{config if config.is_file() else 'a .py config'} (with --ckpt PATH), or one of "
+        f"{', '.join(models)}; {nearest(name, models)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Contexts of gradient checkpointing, and functions outside of compiled graphs."""
+"""Contexts of checkpointing, autograd's state, and functions outside of compiled graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
+from torch.autograd import function as autograd_function
 
 Context: TypeAlias = AbstractContextManager[Any]
 Pair: TypeAlias = tuple[Context, Context]
@@ -70,3 +71,18 @@ def uncompiled(function: Function) -> Function:
 def between_graphs(function: Function) -> Function:
     """As ``uncompiled``, but what the function calls may be compiled."""
     return cast(Function, torch.compiler.disable(function, recursive=False))
+
+
+def once_differentiable(backward: Function) -> Function:
+    """Mark a backward pass that has no derivative."""
+    return cast(Function, autograd_function.once_differentiable(backward))
+
+
+def is_backward_running() -> bool:
+    """True if autograd is running: a forward is then a recomputation of checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -8,40 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .components import ModelSpec, build_component, split_type
-from .draft import explain
+from .components import build_component
 from .inference_config import InferenceConfig
-from .launch_checks import check_launch
-from .sections import PromptOptions
 
 if TYPE_CHECKING:
-    from .load import (
-        dump_config,
-        load_either,
-        load_inference_config,
-        load_train_config,
-        parse_override,
-        saved_train_config,
-        sources,
-    )
+    from .load import dump_config, load_either, load_inference_config, load_train_config
     from .train_config import TrainConfig
 
 __all__ = [
     "InferenceConfig",
-    "ModelSpec",
-    "PromptOptions",
     "TrainConfig",
     "build_component",
-    "check_launch",
     "dump_config",
-    "explain",
     "load_either",
     "load_inference_config",
     "load_train_config",
-    "parse_override",
-    "saved_train_config",
-    "sources",
-    "split_type",
 ]
 
 

@@ -17,16 +17,12 @@ from pydantic import AfterValidator, Field, model_validator
 from opensora_sp.checkpoint.model_config import check_text_length
 from opensora_sp.checkpoint.state_dict import check_conversions
 from opensora_sp.common.importing import component_class
-from opensora_sp.data import ClipShape, ExtraFiles, Limits
 from opensora_sp.data.buckets import BatchSpec
+from opensora_sp.data.dataset import ClipShape, ExtraFiles
+from opensora_sp.data.limits import Limits
 from opensora_sp.diffusion.cached_steps import check_curve, read_curve
-from opensora_sp.encoders import (
-    LATENT_ENCODERS,
-    TEXT_ENCODERS,
-    LatentEncoder,
-    TextEncoder,
-    planned_latent_size,
-)
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, LatentEncoder, planned_latent_size
+from opensora_sp.encoders.interface import TextEncoder
 from opensora_sp.models.extra_inputs import cut_as_frames, extra_shapes
 from opensora_sp.models.kernels.fused import Kernels
 from opensora_sp.models.registry import model_class

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from opensora_sp.common.importing import nearest
-from opensora_sp.data import Buckets, ClipShape
-from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec, with_batch_sizes
-from opensora_sp.data.transforms import check_degradation
+from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec, Buckets, with_batch_sizes
+from opensora_sp.data.dataset import ClipShape
+from opensora_sp.data.transforms import Kind, Ratios, check_degradation
 from opensora_sp.diffusion.conditioning_frames import check_mask_ratios, check_mask_types
+from opensora_sp.diffusion.process import Share
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.models.registry import models_for_any_size
 from opensora_sp.parallel.rank_groups import check_degrees
@@ -163,10 +164,10 @@ class TrainConfig(Common):
     """Degrade the latents that noise is added to, by `noise_prob` and `noise_strength`, and predict
     the true ones, as in Open-Sora 1.3; see docs/data.md."""
 
-    noise_prob: dict[str, float] | None = None
+    noise_prob: dict[Kind, Share] | None = None
     """With `noise_augmentation`: probability of each kind of degradation of a clip."""
 
-    noise_strength: dict[str, list[int] | float] | None = None
+    noise_strength: dict[Kind, Ratios | Share] | None = None
     """With `noise_augmentation`: ratios to draw from, or the largest share of noise, by kind."""
 
     validation: Validation | None = None

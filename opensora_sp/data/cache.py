@@ -194,7 +194,7 @@ class CachedFeatures(Dataset["CachedClip | CorruptSample"]):
 
         text, extra = None, dict[str, Tensor]()
         if first == 0:
-            text = read_record(shard, text_name(sample.clip))
+            text = read_record(shard, f"text/{sample.clip}")
             extra = self._read_extra(shard, key)
         return CachedClip(latents, text, fps, extra)
 
@@ -222,7 +222,7 @@ def shard_content(
         assert clip.text is not None
         header["clips"].append([key[0], shape_name(key[1]), clip.fps, len(clip.text)])
         records[latents_name(key)] = in_fewest_bits(clip.latents)
-        records[text_name(key[0])] = in_fewest_bits(clip.text)
+        records[f"text/{key[0]}"] = in_fewest_bits(clip.text)
         for name, x in clip.extra.items():
             records[extra_name(key, name)] = in_fewest_bits(x)
     for (number, shape), sample in corrupt.items():
@@ -234,11 +234,6 @@ def shard_content(
 def latents_name(key: Key) -> str:
     """The record of a clip's latents."""
     return f"latents/{key[0]}/{shape_name(key[1])}"
-
-
-def text_name(clip: int) -> str:
-    """The record of the features of a clip's caption."""
-    return f"text/{clip}"
 
 
 def extra_name(key: Key, name: str) -> str:

@@ -192,11 +192,12 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         return clip
 
     def _read(self, sample: Sample) -> Clip | CorruptSample:
-        entry, budget = self.rows[sample.clip], Budget.of(self.time_limit, self.limits)
+        entry = self.rows[sample.clip]
         # Always three numbers, so that one option does not change the draws of another.
         start_at, top, left = generator(self.seed, "crop", sample.epoch, sample.clip).random(3)
         try:
-            frames, fps, extra = budget.run(partial(self._read_files, sample, budget, start_at))
+            budget = Budget.of(self.time_limit, self.limits)
+            frames, fps, extra = budget.run(partial(self._read_files, sample, start_at))
         except UNREADABLE as error:
             return CorruptSample(str(entry.path), f"{type(error).__name__}: {error}")
         crop = (top, left) if self.transform == "resize_random_crop" else None
@@ -204,7 +205,7 @@ class VideoTextDataset(Dataset["Clip | CorruptSample"]):
         return Clip(video, entry.text, fps, extra, key=(sample.epoch, sample.clip))
 
     def _read_files(
-        self, sample: Sample, budget: Budget, start_at: float
+        self, sample: Sample, start_at: float, budget: Budget
     ) -> tuple[np.ndarray, float, Mapping[str, Tensor]]:
         entry, shape = self.rows[sample.clip], sample.shape
         first, stop = sample.frames or (0, shape.num_frames)

@@ -26,10 +26,6 @@ class Index:
     entries: list[Entry]
     corrupt: list[CorruptSample]
 
-    @property
-    def without_caption(self) -> int:
-        return sum(not entry.text for entry in self.entries)
-
 
 def find_files(folder: Path) -> list[Path]:
     """Videos and images in a folder and its subfolders, sorted.

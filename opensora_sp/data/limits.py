@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ class Budget:
         if time.monotonic() > self.deadline:
             raise TimeoutError(f"decoding took longer than {self.time_limit:g} s")
 
-    def run(self, read: Callable[[], Result]) -> Result:
+    def run(self, read: Callable[[Budget], Result]) -> Result:
         """Call ``read``, which checks the time itself, unless a call of the system does not return.
 
         A file system that does not answer blocks ``open`` and ``read`` without a limit. Such a call
@@ -102,7 +103,7 @@ class Budget:
             Exception: what ``read`` raises.
         """
         if self.time_limit is None:
-            return read()
+            return read(self)
 
         # Other threads take idle ones as well.
         try:
@@ -110,7 +111,7 @@ class Budget:
         except IndexError:
             calls = _start_thread()
         done: Future[Result] = Future()
-        calls.put((read, done))
+        calls.put((partial(read, self), done))
         # The exception of ``read`` may be a TimeoutError as well.
         if wait([done], self.time_limit).done:
             _idle_threads.append(calls)

@@ -69,11 +69,6 @@ class StepBatches:
     micro_batches: list[MicroBatch]
     loaded: Iterator[LoadedBatch]
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of the step, of all ranks together."""
-        return sum(len(micro_batch.ids) for micro_batch in self.micro_batches)
-
 
 class MicroBatchReader(Dataset[LoadedBatch]):
     """Answers a ``ReadRequest``, with one item for each sample.
@@ -227,7 +222,8 @@ class StepLoader(RequestLoader):
     def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:
             micro_batches = self.batches.plan.step(step)
-            yield StepBatches(micro_batches, self._timed(loaded, self.batches.count(step)))
+            num_requests = len(self.batches.of_rank(step))
+            yield StepBatches(micro_batches, self._timed(loaded, num_requests))
 
     def take_waited(self) -> float:
         """Seconds waited since the last call."""

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
-RATIOS = (1, 2, 4, 8)
+# Kinds of degradation, and their strengths: ratios to draw from, or the largest share of noise.
+Kind = Literal["downsample_spatial", "downsample_temporal", "gaussian_pixel", "gaussian_feature"]
+Ratios = Annotated[list[Literal[1, 2, 4, 8]], Field(min_length=1)]
 DOWNSAMPLING = ("downsample_spatial", "downsample_temporal")
-NOISE = ("gaussian_pixel", "gaussian_feature")
-KINDS = (*DOWNSAMPLING, *NOISE)
 
 
 def resize_and_crop(
@@ -94,7 +95,7 @@ class Degradation:
     ) -> Degradation:
         """Draw each kind with its probability: a ratio, or a share of noise up to its bound."""
         drawn: dict[str, Any] = {"noise_seed": int(rng.integers(1 << 62))}
-        for kind in KINDS:
+        for kind in get_args(Kind):
             # Always two numbers: a probability changes the draws of its kind alone.
             happens, which = rng.random(2)
             if happens >= prob.get(kind, 0.0):
@@ -145,30 +146,20 @@ def _resampled(x: Tensor, ratios: list[int], mode: str) -> Tensor:
 
 
 def check_degradation(
-    prob: Mapping[str, float] | None, strength: Mapping[str, list[int] | float] | None
+    prob: Mapping[Kind, float] | None, strength: Mapping[Kind, Any] | None
 ) -> None:
-    """Raise ValueError unless probabilities and strengths are of known kinds and in range."""
+    """Raise ValueError unless some kinds have a probability, and each of these its strength."""
     if not prob:
         raise ValueError(
             f"got noise_augmentation with noise_prob {prob}; expected the probability of at least "
-            f"one of {list(KINDS)}; set noise_prob and noise_strength, or remove noise_augmentation"
+            f"one of {list(get_args(Kind))}; set noise_prob and noise_strength, or remove "
+            "noise_augmentation"
         )
-    for kind, probability in prob.items():
-        if kind not in KINDS or not 0 <= probability <= 1:
+    for kind in prob:
+        bound, is_ratio = (strength or {}).get(kind), kind in DOWNSAMPLING
+        if not isinstance(bound, list if is_ratio else float):
+            expected = "a list of ratios" if is_ratio else "the largest share of noise"
             raise ValueError(
-                f"got noise_prob[{kind!r}] = {probability!r}; expected a probability from 0 to 1 "
-                f"of one of {list(KINDS)}; correct it"
-            )
-        bound = (strength or {}).get(kind)
-        if kind in DOWNSAMPLING:
-            fits = isinstance(bound, list) and bool(bound) and set(bound) <= set(RATIOS)
-            expected = f"a list of ratios, some of {list(RATIOS)}"
-        else:
-            fits = isinstance(bound, int | float) and 0 <= bound <= 1
-            expected = "the largest share of noise, from 0 to 1"
-
-        if not fits:
-            raise ValueError(
-                f"got noise_strength[{kind!r}] = {bound!r}; expected {expected}; correct it, or "
-                f"remove {kind} from noise_prob"
+                f"got noise_strength[{kind!r}] = {bound!r}; expected {expected}; set it, or remove "
+                f"{kind} from noise_prob"
             )

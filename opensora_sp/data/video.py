@@ -64,7 +64,7 @@ def read_video(
     *,
     num_frames: int,
     interval: int = 1,
-    start: int | None = None,
+    start: int = 0,
     clip_frames: int | None = None,
 ) -> tuple[np.ndarray, float]:
     """Decode ``num_frames`` frames of a video, every ``interval``-th, or an image.
@@ -74,7 +74,7 @@ def read_video(
 
     Args:
         budget: bounds of time and sizes; ``Budget.run`` also ends a call that does not return.
-        start: the first frame, from 0; by default the frames in the middle of the file.
+        start: the first frame, from 0.
         clip_frames: frames of the clip that these are a part of. The limits hold for all of it, so
             that ranks with parts of other lengths refuse the same files; ``num_frames`` by default.
 
@@ -89,9 +89,6 @@ def read_video(
             long.
     """
     whole, span = clip_frames or num_frames, (num_frames - 1) * interval + 1
-    if start is None:
-        start = max(0, count_frames(path, budget) - span) // 2
-
     last = start + span - 1
     with _opened(path, budget) as (container, stream):
         # Before a frame is decoded: the header suffices to refuse most.
@@ -177,8 +174,7 @@ def probe(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Probed:
         OSError, IndexError, av.error.FFmpegError: if it cannot be opened or decoded, or takes more
             than ``limits.seconds``.
     """
-    budget = Budget.of(limits.seconds, limits)
-    return budget.run(partial(_probe, path, budget))
+    return Budget.of(limits.seconds, limits).run(partial(_probe, path))
 
 
 def _probe(path: str | Path, budget: Budget) -> Probed:
@@ -367,9 +363,8 @@ def read_frames(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> np.ndarray
         ValueError: if the file holds none, is larger than the limits, or cannot be decoded within
             ``limits.seconds``.
     """
-    budget = Budget.of(limits.seconds, limits)
     try:
-        return budget.run(partial(_read_frames, path, budget))
+        return Budget.of(limits.seconds, limits).run(partial(_read_frames, path))
     except UNREADABLE as error:
         raise ValueError(
             f"got {str(path)!r}, which cannot be decoded ({error}); expected an image or a video; "

@@ -27,7 +27,17 @@ from .cached_steps import SamplingOptions
 from .gaussian import Steps, discretised_nll, gaussian_kl, named_betas, respaced_steps
 from .guidance import Guidance
 from .loss import Positions
-from .process import Geometry, Noised, OnStep, Positive, Prediction, Share, by_frame
+from .process import (
+    Geometry,
+    GuidanceScale,
+    Noised,
+    NumSteps,
+    OnStep,
+    Positive,
+    Prediction,
+    Share,
+    by_frame,
+)
 
 BITS = 1 / math.log(2)  # per nat
 
@@ -76,12 +86,12 @@ class IDDPM(SamplingOptions):
     num_sampling_steps: Annotated[int, Field(ge=0)] = 0
     timestep_respacing: str | None = None
     noise_schedule: str = "linear"
-    diffusion_steps: Positive = 1000
+    diffusion_steps: NumSteps = 1000
     learn_sigma: bool = True
     sigma_small: bool = False
     predict_xstart: bool = False
     use_kl: bool = False
-    cfg_scale: float = 4.0
+    cfg_scale: GuidanceScale = 4.0
     cfg_channel: Positive | None = None
     sampler: Literal["ancestral", "ddim"] = "ancestral"
     ddim_eta: Share = 0.0

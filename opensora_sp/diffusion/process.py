@@ -19,6 +19,8 @@ from opensora_sp.models.conditions import sample_numbers
 Positive = Annotated[int, Field(ge=1)]
 Factor = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+GuidanceScale = Annotated[float, Field(ge=0, le=1000)]
+NumSteps = Annotated[int, Field(ge=1, le=100_000)]
 Prediction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``predict(x [B, c, F, h, w], t [B], x_mask [B, F] or None)`` -> ``[B, C_out, F, h, w]``."""
 OnStep = Callable[[int, Tensor, Tensor], Tensor | None]

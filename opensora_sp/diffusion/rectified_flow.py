@@ -24,7 +24,9 @@ from .loss import frame_weights, velocity_loss
 from .process import (
     Factor,
     Geometry,
+    GuidanceScale,
     Noised,
+    NumSteps,
     OnStep,
     Positive,
     Prediction,
@@ -62,8 +64,8 @@ class RectifiedFlow(SamplingOptions):
     """
 
     num_timesteps: Positive = 1000
-    num_sampling_steps: Positive = 30
-    cfg_scale: float = 7.0
+    num_sampling_steps: NumSteps = 30
+    cfg_scale: GuidanceScale = 7.0
     use_discrete_timesteps: bool = False
     use_timestep_transform: bool = False
     transform_scale: Factor = 1.0
@@ -71,7 +73,7 @@ class RectifiedFlow(SamplingOptions):
     sample_method: Literal["uniform", "logit-normal"] = "uniform"
     loc: float = 0.0
     scale: Factor = 1.0
-    image_cfg_scale: float | None = None
+    image_cfg_scale: GuidanceScale | None = None
     use_oscillation_guidance: bool = False
     use_oscillation_guidance_for_text: bool | None = None
     use_oscillation_guidance_for_image: bool | None = None

@@ -5,11 +5,13 @@ from typing import Any
 from opensora_sp.common.importing import component_class
 
 from .huggingface import ImageVAE
-from .interface import LatentEncoder, Piece, TextEncoder, decoded_pieces, independent_pieces
+from .interface import LatentEncoder, independent_pieces
 from .open_sora_vae import OpenSoraVAE
 from .open_sora_vae_v13 import OpenSoraVAEv13
 from .standins import HashedBagOfWords, PatchDCTVAE, PatchPoolVAE
 from .t5 import T5TextEncoder, check_cleaning
+
+__all__ = ["LatentEncoder", "independent_pieces"]
 
 LATENT_ENCODERS: dict[str, Any] = {
     "PatchPoolVAE": PatchPoolVAE,
@@ -61,24 +63,3 @@ def _planned_frames(method: str, vae: dict[str, Any], num_frames: int) -> int:
 def _class_and_options(vae: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     options = {name: vae[name] for name in vae if name != "type"}
     return component_class("vae", vae["type"], LATENT_ENCODERS), options
-
-
-__all__ = [
-    "LATENT_ENCODERS",
-    "TEXT_ENCODERS",
-    "HashedBagOfWords",
-    "ImageVAE",
-    "LatentEncoder",
-    "OpenSoraVAE",
-    "OpenSoraVAEv13",
-    "PatchDCTVAE",
-    "PatchPoolVAE",
-    "Piece",
-    "T5TextEncoder",
-    "TextEncoder",
-    "decoded_pieces",
-    "independent_pieces",
-    "planned_decoded_frames",
-    "planned_latent_size",
-    "planned_whole_frames",
-]

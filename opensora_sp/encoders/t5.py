@@ -164,26 +164,18 @@ def load_tokenizer(files: PretrainedFiles) -> Tokenizer:
     return tokenizer
 
 
-def t5_config(config: dict[str, Any]) -> Any:
-    """transformers' ``T5Config`` of the content of a ``config.json``.
-
-    Attention is not fused: kernels differ in memory, and version 5.0 of transformers has none.
-    """
-    from transformers import T5Config
-
-    return T5Config.from_dict(config, attn_implementation="eager")
-
-
 def planned_t5(config: dict[str, Any]) -> Any:
     """The network of a T5 encoder on the meta device.
 
     Args:
         config: content of its ``config.json``.
     """
-    from transformers import T5EncoderModel
+    from transformers import T5Config, T5EncoderModel
 
+    # Attention is not fused: kernels differ in memory, and version 5.0 of transformers has none.
+    settings = T5Config.from_dict(config, attn_implementation="eager")
     with torch.device("meta"):
-        t5: Any = T5EncoderModel(t5_config(config))
+        t5: Any = T5EncoderModel(settings)
     # Version 5.0 of transformers ties weights when it loads them, and not before.
     t5.tie_weights()
     return t5

@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.checkpoint import check_model_config, find_weights, on_rank_0, saved_config
+from opensora_sp.checkpoint import find_weights
 from opensora_sp.checkpoint.adapters import find_adapters
+from opensora_sp.checkpoint.model_config import check_model_config
 from opensora_sp.checkpoint.paths import newest_checkpoint
+from opensora_sp.checkpoint.reader import saved_config
+from opensora_sp.checkpoint.writer import on_rank_0
 from opensora_sp.common.files import read_json
-from opensora_sp.config import TrainConfig, check_launch, load_train_config, saved_train_config
-from opensora_sp.data import BucketPlan, ClipShape, VideoTextDataset
+from opensora_sp.config import TrainConfig, load_train_config
+from opensora_sp.config.launch_checks import check_launch
+from opensora_sp.config.load import saved_train_config
+from opensora_sp.data.bucket_plan import BucketPlan
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.dataset import ClipShape, VideoTextDataset
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.build import make_encoders
 from opensora_sp.features.same_clips import agree_on_clips, by_name

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import ClipShape, MicroBatch, VideoTextDataset
+from opensora_sp.data.dataset import ClipShape, VideoTextDataset
+from opensora_sp.data.sampler import MicroBatch
 from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.features.sharded import Features, ShardedEncoder

@@ -19,17 +19,15 @@ from torch import Tensor
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.data import MicroBatch
 from opensora_sp.data.randomness import generator, normal, uniform
-from opensora_sp.diffusion import (
-    ConditioningFrames,
-    DiffusionProcess,
+from opensora_sp.data.sampler import MicroBatch
+from opensora_sp.diffusion.conditioning_frames import (
     DrawnCondition,
-    Noised,
     draw_condition,
     draw_frame_mask,
-    size_conditions,
 )
+from opensora_sp.diffusion.guidance import ConditioningFrames
+from opensora_sp.diffusion.process import DiffusionProcess, Noised, size_conditions
 
 from .sharded import Features
 

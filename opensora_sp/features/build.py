@@ -13,24 +13,18 @@ import torch
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig, build_component
-from opensora_sp.config.common import latent_size
-from opensora_sp.data import (
-    BatchPlan,
-    BucketPlan,
-    CachedFeatures,
-    ClipShape,
-    MicroBatch,
-    MicroBatchPlan,
-    VideoTextDataset,
-)
+from opensora_sp.data.bucket_plan import BucketPlan
 from opensora_sp.data.buckets import Buckets
+from opensora_sp.data.cache import CachedFeatures
+from opensora_sp.data.dataset import ClipShape, VideoTextDataset
+from opensora_sp.data.sampler import BatchPlan, MicroBatch, MicroBatchPlan
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, planned_latent_size
 from opensora_sp.models.recompute import levels_of
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import RankGroup
 from opensora_sp.planner.memory import recomputed_share
-from opensora_sp.planner.seconds import ModelCosts, blocks_work, seconds_of
+from opensora_sp.planner.seconds import ModelFlops, blocks_work, seconds_of
 from opensora_sp.runtime.cost_models import cost_model_of
 
 from .sources import CachedSource, DegradedClips, Encoders, Source
@@ -136,25 +130,14 @@ def micro_batches_of_step(cfg: TrainConfig, state: dict[str, Any], world_size: i
 
 
 def largest_batch(cfg: TrainConfig) -> int:
-    """Bytes of the largest micro-batch that workers make, without text.
-
-    That is uint8 ``[3, frames, height, width]`` and noise, float32 ``[c, f, h, w]``, of each clip.
-    """
+    """Bytes of the clips of the largest micro-batch, uint8 ``[3, frames, height, width]`` each."""
     if cfg.bucket_config is None:
-        return cfg.batch_size * _clip_bytes(cfg, ClipShape(cfg.num_frames, *cfg.size))
+        return 3 * cfg.batch_size * math.prod(cfg.clip_shape)
     return max(
         # Where a batch size is chosen later, one clip is counted.
-        (entry.batch_size or 1) * _clip_bytes(cfg, entry.shape_at(9 / 16))
+        3 * (entry.batch_size or 1) * math.prod(entry.shape_at(9 / 16))
         for entry in Buckets.of(cfg.bucket_config).kept
     )
-
-
-def _clip_bytes(cfg: TrainConfig, shape: ClipShape) -> int:
-    # A bucket's size at 16:9, which no clip may have, is rounded if the autoencoder refuses it.
-    vae = cfg.vae | ({"round_down": True} if "round_down" in cfg.vae else {})
-    latents = latent_size(vae, shape) or ()
-    noise = 4 * cfg.model_spec.config.in_channels * math.prod(latents) if latents else 0
-    return 3 * math.prod(shape) + noise
 
 
 class Work:
@@ -189,14 +172,14 @@ class Work:
             self.shape_of(clip, num_samples),
             replace(self.options, spans_nodes=spans_nodes),
             ranks,
-            model=self._costs,
+            model=self._flops,
             element_size=DTYPES[self.cfg.precision].itemsize,
             recomputed=self._recomputed,
         )
 
     @cached_property
-    def _costs(self) -> ModelCosts:
-        return ModelCosts.of(self.cfg.model_spec.name, self.model, self.cfg.lora)
+    def _flops(self) -> ModelFlops:
+        return ModelFlops.planned(self.cfg.model_spec.name, self.model, self.cfg.lora)
 
     @cached_property
     def _recomputed(self) -> float:

@@ -17,24 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from opensora_sp.checkpoint import FileSystem
+from opensora_sp.checkpoint.filesystem import FileSystem
 from opensora_sp.common.console import RANK_LOCAL
 from opensora_sp.common.files import check_writable
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import (
-    BatchPlan,
-    CachedClip,
-    ClipShape,
-    CorruptSample,
-    MicroBatch,
-    ReadRequest,
-    RequestLoader,
-    VideoTextDataset,
-    write_manifest,
-)
 from opensora_sp.data.cache import (
     INDEX,
     MANIFEST,
+    CachedClip,
     Index,
     Key,
     Shard,
@@ -42,8 +32,10 @@ from opensora_sp.data.cache import (
     shape_name,
     shard_content,
 )
-from opensora_sp.data.loader import LoadedBatch
-from opensora_sp.data.sampler import whole_request
+from opensora_sp.data.dataset import ClipShape, CorruptSample, VideoTextDataset
+from opensora_sp.data.loader import LoadedBatch, RequestLoader
+from opensora_sp.data.manifest import write_manifest
+from opensora_sp.data.sampler import BatchPlan, MicroBatch, ReadRequest, whole_request
 from opensora_sp.parallel import closing_process_group, drain_process_group
 from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.processes import init_worker

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import BatchPlan, CachedFeatures, ClipShape, Manifest, MicroBatch
-from opensora_sp.data.cache import Key, shape_name
+from opensora_sp.data.cache import CachedFeatures, Key, shape_name
+from opensora_sp.data.dataset import ClipShape
+from opensora_sp.data.manifest import Manifest
+from opensora_sp.data.sampler import BatchPlan, MicroBatch
 from opensora_sp.encoders.loading import weights_digest
 from opensora_sp.models.extra_inputs import resolved_axes
 

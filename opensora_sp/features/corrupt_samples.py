@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.data import CorruptSample, Manifest
+from opensora_sp.data.dataset import CorruptSample
+from opensora_sp.data.manifest import Manifest
 from opensora_sp.parallel import SequenceMesh
 
 logger = logging.getLogger(__name__)

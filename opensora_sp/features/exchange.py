@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.encoders import Piece
+from opensora_sp.encoders.interface import Piece
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.communication import communicating, record
 from opensora_sp.parallel.layout import ExchangePlan, balanced_range

@@ -31,15 +31,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from opensora_sp.common.tensors import to_device
-from opensora_sp.data import (
-    BatchPlan,
-    ClipShape,
-    CorruptSample,
-    ExtraFiles,
-    MicroBatch,
-    ReadRequest,
-    Sample,
-)
+from opensora_sp.data.dataset import ClipShape, CorruptSample, ExtraFiles, Sample
+from opensora_sp.data.sampler import BatchPlan, MicroBatch, ReadRequest
 from opensora_sp.parallel import SequenceMesh, held_rows
 from opensora_sp.parallel.collectives import all_to_all
 from opensora_sp.parallel.layout import plan_delivery

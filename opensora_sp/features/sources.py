@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
-from opensora_sp.data import CachedClip, CachedFeatures, Clip, ClipShape, scale
+from opensora_sp.data.cache import CachedClip, CachedFeatures
+from opensora_sp.data.dataset import Clip, ClipShape
 from opensora_sp.data.randomness import generator
-from opensora_sp.data.transforms import Degradation
-from opensora_sp.encoders import Piece, independent_pieces
+from opensora_sp.data.transforms import Degradation, Kind, scale
+from opensora_sp.encoders import independent_pieces
+from opensora_sp.encoders.interface import Piece
 
 
 class Source(Protocol):
@@ -96,7 +98,7 @@ class DegradedClips(Encoders):
     """
 
     def __init__(
-        self, plain: Encoders, seed: int, prob: Mapping[str, float], strength: Mapping[str, Any]
+        self, plain: Encoders, seed: int, prob: Mapping[Kind, float], strength: Mapping[Kind, Any]
     ) -> None:
         super().__init__(plain.vae, plain.text_encoder, plain.device)
         self.plain, self.seed, self.prob, self.strength = plain, seed, prob, strength

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .blocks import STDiT3Block
-from .conditions import Text, sample_numbers
-from .hook_points import Attend, Gather, Point, Segment, Shard, Switch, Tokenwise
+from .conditions import Text
+from .hook_points import Attend, Point
 from .layers import CrossAttention, PatchEmbed3D
 from .stdit3 import STDiT3
-from .stdit_config import STDiT2Config, STDiT3Config, STDiTConfig
-from .token_layout import PatchGrid, Rows
+from .stdit_config import STDiT3Config
+from .token_layout import PatchGrid
 
 if TYPE_CHECKING:
     from .compile import compile_blocks
@@ -27,26 +27,17 @@ WHEN_USED = {
 __all__ = [
     "Attend",
     "CrossAttention",
-    "Gather",
     "PatchEmbed3D",
     "PatchGrid",
     "Point",
-    "Rows",
     "STDiT",
     "STDiT2",
-    "STDiT2Config",
     "STDiT3",
     "STDiT3Block",
     "STDiT3Config",
-    "STDiTConfig",
-    "Segment",
-    "Shard",
-    "Switch",
     "Text",
-    "Tokenwise",
     "build_model",
     "compile_blocks",
-    "sample_numbers",
 ]
 
 

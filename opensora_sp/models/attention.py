@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -39,10 +39,10 @@ from opensora_sp.common.graphs import uncompiled
 
 from .attention_table import (
     HOPPER,
+    KERNELS,
     LABELS,
     NAMES,
     Backend,
-    Backends,
     Choice,
     Platform,
     Sequences,
@@ -98,7 +98,7 @@ def attention(
         lengths: (query lengths, key lengths) of each sample, host integers that sum to N of q and
             of k. A query length may be 0; a key length is at least 1. With a ``Packing``, calls
             share their copies on the device.
-        backend: one of ``BACKENDS``, or a result of ``choose_backend``.
+        backend: one of ``BACKENDS``, or a result of ``resolve``.
 
     Returns:
         A tensor shaped like ``q``; of packed tokens in the dtype of ``v``.
@@ -108,7 +108,8 @@ def attention(
     """
     if isinstance(backend, str):
         length = k.shape[1] if lengths is None else None
-        backend = choose_backend(backend, q.device, q.dtype, q.shape[-1], length=length)
+        sequences = Sequences(q.dtype, q.shape[-1], length=length, packed=length is None)
+        backend = resolve(backend, sequences, q.device)
     if lengths is None:
         return _attend_rows(backend, q, k, v)
     packing = lengths if isinstance(lengths, Packing) else Packing(*lengths)
@@ -117,7 +118,7 @@ def attention(
 
 def choose_backends(
     setting: str | Mapping[str, str], sequences: Mapping[str, Sequences], device: torch.device
-) -> Backends:
+) -> dict[str, Backend]:
     """Resolve what a config sets for each kind of attention of a batch.
 
     Args:
@@ -128,30 +129,15 @@ def choose_backends(
         ValueError: as ``attention``.
     """
     names = names_by_kind(setting)
-    backends = {kind: _resolve(names[kind], sequences[kind], device) for kind in sequences}
-    return Backends(**backends)
+    return {kind: resolve(names[kind], sequences[kind], device) for kind in sequences}
 
 
-def choose_backend(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_width: int,
-    *,
-    length: int | None = None,
-) -> Backend:
-    """Resolve the name of a backend for this kind of tensors; ``length`` of rows, if they are.
+def resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
+    """Resolve the name of a backend.
 
     Raises:
         ValueError: as ``attention``.
     """
-    sequences = Sequences(dtype, head_width, length=length, packed=length is None)
-    return _resolve(backend, sequences, device)
-
-
-def _resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
-    if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
-        sequences = replace(sequences, autocast=True)
     # Meta tensors stand for tensors on a GPU, and take no memory of it.
     like = torch.empty(0, dtype=sequences.dtype, device="meta" if device.type in GPUS else device)
     if chosen("short_rows", like):
@@ -178,7 +164,8 @@ def _choose(name: str, sequences: Sequences, device: torch.device, deterministic
 # once, however many lengths there are.
 @cache
 def _log(kind: str | None, choice: Choice) -> None:
-    logger.info("%s: %s", LABELS[kind] if kind else "attention backend", choice)
+    label = LABELS[kind] if kind else "attention backend"
+    logger.info("%s: %s (%s)", label, KERNELS[choice.kernel], choice.reason)
 
 
 def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -320,25 +307,14 @@ def _by_lengths(backend: Backend, q: Tensor, k: Tensor, v: Tensor, packing: Pack
     return torch.cat(out)
 
 
-def _concat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _split(z: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Parts of these sizes along the first dim."""
-    # The backward of torch's split is a copy, of a single part as well.
-    return (z,) if len(sizes) == 1 else z.split(sizes)
-
-
 def _in_calls(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]) -> Tensor:
     """Attention by a kernel for packed tokens, some pieces at a time."""
-    q_parts = _split(q, [sum(call.queries) for call in calls])
-    k_parts, v_parts = (_split(z, [sum(call.keys) for call in calls]) for z in (k, v))
-
-    out = []
-    for q_part, k_part, v_part, call in zip(q_parts, k_parts, v_parts, calls, strict=True):
-        out.append(kernel(q_part, k_part, v_part, *call.edges(q.device), *call.longest))
-    return _concat(out)
+    if len(calls) == 1:
+        # The backward of a split is a copy.
+        return kernel(q, k, v, *calls[0].edges(q.device), *calls[0].longest)
+    queries, keys = [sum(call.queries) for call in calls], [sum(call.keys) for call in calls]
+    parts = zip(q.split(queries), k.split(keys), v.split(keys), calls, strict=True)
+    return torch.cat([_in_calls(kernel, q, k, v, [call]) for q, k, v, call in parts])
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:

@@ -35,11 +35,6 @@ NAMES = ("auto", *KERNELS)
 # The module that each package of Dao-AILab is imported as.
 PACKAGES = {"flash": "flash_attn", "flash3": "flash_attn_interface"}
 
-# PyPI has an empty package of this name.
-INSTALL_FLASH3 = (
-    "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/"
-)
-
 HOPPER = (9, 0)
 DATA_CENTER = ((9, 0), (10, 0), (10, 3))  # Hopper and Blackwell
 # Older ones are wrong if 128 does not divide a length (pytorch#169849).
@@ -63,7 +58,6 @@ class Entry:
         lengths: tokens of the sequences. Unknown lengths are in ``ANY`` alone.
         packed: whether also for sequences of unequal lengths.
         capabilities: of GPUs, None for all.
-        autocast: under autocast only.
         verified: only where the Triton kernel for short rows may run.
     """
 
@@ -73,7 +67,6 @@ class Entry:
     lengths: range = ANY
     packed: bool = True
     capabilities: tuple[tuple[int, int], ...] | None = None
-    autocast: bool = False
     verified: bool = False
 
     def suits(self, sequences: Sequences, platform: Platform) -> bool:
@@ -83,7 +76,6 @@ class Entry:
             (sequences.kind is None or sequences.kind in self.kinds)
             and (self.lengths == ANY if length is None else length in self.lengths)
             and (self.packed or not sequences.packed)
-            and (not self.autocast or sequences.autocast)
             and (not self.verified or sequences.short_rows)
             and (self.capabilities is None or platform.capability in self.capabilities)
         )
@@ -92,7 +84,6 @@ class Entry:
 # The first entry that suits and has no obstacle is taken. cuDNN takes no packed tokens: lengths of
 # texts change with each batch, and it would make a new plan for each.
 TABLE = (
-    Entry("sdpa", "autocast sets the dtype of each call", autocast=True),
     Entry(
         "short_rows",
         "no tile is padded to 64 tokens or more",
@@ -122,16 +113,6 @@ TABLE = (
     Entry("reference", "takes anything"),
 )
 
-NEEDS = {
-    "short_rows": "rows of at most 32 tokens, heads of at most 128 and a GPU whose results of the "
-    "kernel were verified",
-    "flash": "flash-attn 2.4.1 or a later 2.x, and fp16 or bf16 tensors on a GPU of compute "
-    "capability 8.0 or more",
-    "flash3": f"flash-attn 3 ({INSTALL_FLASH3}) and fp16 or bf16 tensors on a Hopper GPU (compute "
-    "capability 9.0)",
-    "cudnn": "cuDNN 9.15.1 and fp16 or bf16 tensors on a GPU of compute capability 8.0 or more",
-}
-
 
 @dataclass(frozen=True)
 class Sequences:
@@ -142,7 +123,6 @@ class Sequences:
         kind: one of ``KINDS``; None for a call that names none.
         length: tokens of a sequence that attends to itself, at most; None if that is not known.
         packed: whether sequences may differ in length.
-        autocast: whether torch casts the tensors of each call.
         short_rows: whether the Triton kernel for short rows may run (``kernels.chosen``).
         refused: names in ``KERNELS`` that failed verification on this device.
     """
@@ -152,7 +132,6 @@ class Sequences:
     kind: str | None = None
     length: int | None = None
     packed: bool = False
-    autocast: bool = False
     short_rows: bool = False
     refused: frozenset[str] = frozenset()
 
@@ -194,13 +173,10 @@ class Choice:
     kernel: str
     reason: str
 
-    def __str__(self) -> str:
-        return f"{KERNELS[self.kernel]} ({self.reason})"
-
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel for one kind of tensors; ``attention.choose_backend`` resolves a name to it.
+    """A kernel for one kind of tensors; ``attention.resolve`` resolves a name to it.
 
     Args:
         name: a name in ``KERNELS``.
@@ -212,15 +188,6 @@ class Backend:
     name: str
     processors: int = 1
     deterministic: bool = False
-
-
-@dataclass(frozen=True)
-class Backends:
-    """The backend of each kind of attention in a batch, or its name."""
-
-    spatial: str | Backend = "auto"
-    temporal: str | Backend = "auto"
-    cross: str | Backend = "auto"
 
 
 def names_by_kind(setting: str | Mapping[str, str]) -> dict[str, str]:
@@ -264,8 +231,8 @@ def choose(name: str, sequences: Sequences, platform: Platform) -> Choice:
     if name == "sdpa":
         return Choice("reference", problem)
     raise ValueError(
-        f"got attention {name!r}, but {problem}; expected {NEEDS[name]}; install what it needs "
-        "or change the precision, or set attention='auto'"
+        f"got attention {name!r}, but {problem}; expected a kernel that takes these tensors here; "
+        "install what it needs (docs/install.md) or change the precision, or set attention='auto'"
     )
 
 
@@ -285,8 +252,9 @@ def obstacle(name: str, sequences: Sequences, platform: Platform) -> str | None:
     """Why a kernel cannot take such tensors on such a device; None if it can."""
     if name in sequences.refused:
         return f"{KERNELS[name]} failed verification on this device"
+    problem = flash_obstacle(sequences, platform) if name in ("flash", "flash3", "cudnn") else None
     check = OBSTACLES.get(name)
-    return check(sequences, platform) if check else None
+    return problem or (check(sequences, platform) if check else None)
 
 
 def flash_obstacle(sequences: Sequences, platform: Platform) -> str | None:
@@ -312,15 +280,11 @@ def _short_rows(sequences: Sequences, platform: Platform) -> str | None:
     return None
 
 
-def _flash2(sequences: Sequences, platform: Platform) -> str | None:
-    if problem := flash_obstacle(sequences, platform):
-        return problem
+def _flash2(_: Sequences, platform: Platform) -> str | None:
     return None if "flash" in platform.packages else "flash-attn is not installed"
 
 
 def _flash3(sequences: Sequences, platform: Platform) -> str | None:
-    if problem := flash_obstacle(sequences, platform):
-        return problem
     if platform.capability != HOPPER:
         return "flash-attn 3 is made for compute capability 9.0"
     if "flash3" not in platform.packages:
@@ -331,8 +295,6 @@ def _flash3(sequences: Sequences, platform: Platform) -> str | None:
 
 
 def _cudnn(sequences: Sequences, platform: Platform) -> str | None:
-    if problem := flash_obstacle(sequences, platform):
-        return problem
     if platform.cudnn < SAFE_CUDNN:
         return f"cuDNN {_dotted(platform.cudnn)} is older than {_dotted(SAFE_CUDNN)}"
     if sequences.head_width % 8 or sequences.head_width > 128:

@@ -24,7 +24,7 @@ from .block_cache import BlockCache
 from .blocks import ModulatedBlock
 from .conditions import Condition, Conditioning, Text
 from .hook_points import Gather, Segment, Shard, Switch
-from .input_checks import check_clip_sizes, check_text
+from .input_checks import check_text
 from .layers import CaptionEmbedder, PatchEmbed3D
 from .packing import VideoMask
 from .recompute import EVERYTHING, Recompute, levels_of
@@ -200,7 +200,7 @@ class ConditionedModel(nn.Module):
 
         mask = None
         if video_mask is not None:
-            check_clip_sizes(num_samples, len(scale))
+            scale = scale.expand(num_samples)
             mask = VideoMask.of(video_mask, self.config.patch_size, x.device)
 
         # Backends depend on the lengths of the batch, and are resolved before any block.
@@ -299,7 +299,8 @@ class ConditionedModel(nn.Module):
             part: a block, or the part of one between two switches.
             last: no switch follows.
         """
-        recompute = self._recompute(part)
+        block: Any = getattr(part, "__self__", part)
+        recompute, condition = self._recompute(block), condition.of_block(block)
         # Compiled inside of the segment: checkpointing recomputes compiled code.
         function, rows = part, condition.rows
         if self.run_compiled is not None:
@@ -308,9 +309,8 @@ class ConditionedModel(nn.Module):
             function, rows, x, condition, *arguments, recompute=recompute, last=last
         )
 
-    def _recompute(self, part: Callable[..., Tensor]) -> Recompute | None:
+    def _recompute(self, block: Any) -> Recompute | None:
         """The recomputation in backward of a block, or of the part of one."""
-        block: Any = getattr(part, "__self__", part)
         level: int = block.checkpoint_level
         if level == EVERYTHING or not torch.is_grad_enabled():
             return None

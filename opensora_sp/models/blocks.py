@@ -80,11 +80,11 @@ class ModulatedBlock(nn.Module):
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
         return self.cross_attn(
             x,
-            condition.text,
-            condition.packing,
+            condition.text.tokens,
+            condition.text.packing,
             order=condition.order,
-            keys_values=condition.keys_values_of(self.cross_attn),
-            backend=condition.rows.grid.attention.cross,
+            keys_values=condition.block_keys_values,
+            backend=condition.rows.grid.attention.get("cross", "auto"),
         )
 
     def add_and_attend_text(
@@ -142,11 +142,8 @@ class STDiT3Block(ModulatedBlock):
         The table is ``scale_shift_table`` and the timestep's (``Conditioning.tables``); without one
         they are added here.
         """
-        if table is None:
-            entries = condition.entries(self.scale_shift_table, ATTENTION, branch_scale)
-        else:
-            entries = condition.entries_of(table, ATTENTION, branch_scale)
-        shift, scale, gate, *mlp = entries
+        table = self.scale_shift_table if table is None else table
+        shift, scale, gate, *mlp = condition.entries(table, ATTENTION, branch_scale)
 
         x, branch = self.attend_row(self.attn, x, shift, scale, condition)
         x, branch = self.add_and_attend_text(x, gate, branch, self.attn, condition)

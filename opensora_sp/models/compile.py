@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -69,8 +68,6 @@ def run_compiled(
     """``part(x, condition, *arguments)``, compiled."""
     # Strides are part of a graph: the first block would have another one.
     x = x.contiguous()
-    if condition.keys_values:
-        condition = _of_block(condition, getattr(part, "__self__", part))
     _mark_what_differs(condition)
 
     run = _compiled(backend)
@@ -80,19 +77,10 @@ def run_compiled(
     return run(part, x, condition, *arguments)
 
 
-def _of_block(condition: Condition, block: Any) -> Condition:
-    """The condition with this block's keys and values alone.
-
-    A graph that looks its block up in a dict would serve that block alone.
-    """
-    keys_values = condition.keys_values.get(block.cross_attn)
-    return replace(condition, keys_values={}, block_keys_values=keys_values)
-
-
 def _mark_what_differs(condition: Condition) -> None:
     """Mark the sizes that differ from batch to batch as dynamic."""
     mark = torch._dynamo.maybe_mark_dynamic
-    mark(condition.text, 0)
+    mark(condition.text.tokens, 0)
     if condition.block_keys_values is not None:
         mark(condition.block_keys_values, 0)
     for extra in condition.extra.values():

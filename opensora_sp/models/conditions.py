@@ -12,8 +12,7 @@ b samples of n rows (``Rows.expand_to_rows``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,27 +54,22 @@ class Text:
         """The captions of these samples, whose numbers ascend."""
         if len(samples) == len(self.lengths):
             return self
-        starts = [0, *accumulate(self.lengths)]
-        # Neighbours are cut out as one: the gradient of a slice is as large as the whole text.
-        ranges: list[tuple[int, int]] = []
-        for start, stop in ((starts[i], starts[i + 1]) for i in samples):
-            if ranges and ranges[-1][1] == start:
-                start = ranges.pop()[0]
-            ranges.append((start, stop))
 
         def cut(tokens: Tensor) -> Tensor:
-            parts = [tokens[start:stop] for start, stop in ranges]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            # Split at once: the gradient of each slice would be as large as the whole text.
+            captions = tokens.split([*self.lengths])
+            return torch.cat([captions[i] for i in samples])
 
         keys_values = {block: cut(both) for block, both in self.keys_values.items()}
         return Text(cut(self.tokens), [self.lengths[i] for i in samples], keys_values)
 
-    def of_rows(self, rows: Rows) -> RowText:
-        """For cross-attention of the local rows: the captions of samples with local tokens."""
-        return self._of_tokens(rows.tokens_per_sample())
+    def of_rows(self, rows: Rows, tokens: Sequence[int] | None = None) -> RowText:
+        """For cross-attention of the local rows: the captions of samples with local tokens.
 
-    def _of_tokens(self, tokens: Sequence[int]) -> RowText:
-        """The captions of samples that have ``tokens`` here; at least one, for its gradient."""
+        ``tokens``: local tokens of each caption, by default of its sample.
+        """
+        tokens = rows.tokens_per_sample() if tokens is None else tokens
+        # At least one, for its gradient.
         samples = [sample for sample, count in enumerate(tokens) if count] or [0]
         text = self.of_samples(samples)
         packing = Packing([tokens[sample] for sample in samples], text.lengths)
@@ -120,37 +114,36 @@ class Condition:
             summed in it.
         frames: bool ``[B, 1 or T, 1 or T, 1]``, True for conditioning frames (timestep 0).
         dtype: the dtype that tokens are computed in.
-        text: ``[N, C]``, packed captions of the samples with local tokens.
-        packing: numbers of local tokens and of text tokens that belong together.
-        order: int64 ``[R * L]``, the tokens in the order of ``packing``, if they do not lie in it.
-        keys_values: see ``Text``.
+        text: the captions of the samples with local tokens.
+        order: int64 ``[R * L]``, the tokens in the order of the text, if they do not lie in it.
         tables: what self-attention reads of the local rows.
         part: which rows the local ones are of the samples that ``entries`` are of, for functions of
             ``kernels.fused``. None where entries belong to the local rows.
         extra: what a model's ``lay_out`` has made of its ``extra_inputs`` for these rows, by name.
         per_frame: modulation states differ between frames, ``[B, m * T, n, C]``.
-        block_keys_values: keys and values of the block that runs, if looked up ahead.
+        block_keys_values: keys and values of the block that runs (``of_block``).
     """
 
     rows: Rows
     modulation: tuple[Tensor, ...]
     frames: Tensor | None
     dtype: torch.dtype
-    text: Tensor
-    packing: Packing
+    text: RowText
     order: Tensor | None
-    keys_values: Mapping[nn.Module, Tensor]
     tables: RowTables
     part: fused.Part | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     per_frame: bool = False
     block_keys_values: Tensor | None = None
 
-    def keys_values_of(self, layer: nn.Module) -> Tensor | None:
-        """Keys and values of the text for a cross-attention, if precomputed."""
-        if self.block_keys_values is not None:
-            return self.block_keys_values
-        return self.keys_values.get(layer)
+    def of_block(self, block: Any) -> Condition:
+        """The condition with the keys and values of this block alone, if precomputed."""
+        if not self.text.keys_values:
+            return self
+        # A compiled graph that looks its block up in a dict would serve that block alone.
+        keys_values = self.text.keys_values.get(block.cross_attn)
+        text = replace(self.text, keys_values={})
+        return replace(self, text=text, block_keys_values=keys_values)
 
     def per_token(self, table: Tensor, *, ignore_frames: bool = False) -> tuple[Tensor, ...]:
         """A table ``[B, m, k, C]`` for the local tokens: k tensors ``[b, 1 or n, 1 or L, C]``.
@@ -185,29 +178,20 @@ class Condition:
     def entries(
         self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
     ) -> tuple[Tensor, ...]:
-        """A block's ``table`` ``[n, C]`` added to n entries of the modulation, per token.
+        """A block's ``table`` added to n entries of the modulation, per token.
 
         Args:
-            first: the first of these entries.
-            scale: see ``entries_of``.
-        """
-        part, skipped = divmod(first, self.modulation[0].shape[2])
-        modulation = self.modulation[part]
-        if len(table) < modulation.shape[2]:
-            modulation = modulation[:, :, skipped : skipped + len(table)]
-        # Of as many dims: the gradient of one state of one sample is no sum.
-        table = table[None, None] + modulation  # [B, m, n, C]
-        return self.entries_of(table, first, scale, ignore_frames=ignore_frames)
-
-    def entries_of(
-        self, table: Tensor, first: int, scale: Tensor | None, *, ignore_frames: bool = False
-    ) -> tuple[Tensor, ...]:
-        """The n entries of a block's modulation ``[B, m, n, C]``, per token.
-
-        Args:
+            table: ``[n, C]``, or ``[B, m, n, C]`` where they are added already.
             first: the first of these entries.
             scale: ``[B]``, multiplied into the gates among them (drop-path).
         """
+        if table.ndim == 2:
+            part, skipped = divmod(first, self.modulation[0].shape[2])
+            modulation = self.modulation[part]
+            if len(table) < modulation.shape[2]:
+                modulation = modulation[:, :, skipped : skipped + len(table)]
+            # Of as many dims: the gradient of one state of one sample is no sum.
+            table = table[None, None] + modulation  # [B, m, n, C]
         if scale is not None:
             factors = table.new_ones(len(table), 1, table.shape[2], 1)
             first_gate = ENTRIES - 1 - first % ENTRIES
@@ -291,18 +275,15 @@ class Conditioning:
             null_tokens = rows.tokens_per_sample(self.null_frames)
             tokens = [n - null for n, null in zip(tokens, null_tokens, strict=True)] + null_tokens
 
-        # Blocks project the captions of local tokens only.
-        text = self.text._of_tokens(tokens)
         return Condition(
             rows=rows,
             # Cut once for all blocks: the backward of each cut fills a tensor with zeros.
             modulation=modulation.to(wide).split(self.at_once or modulation.shape[2], dim=2),
             frames=frames,
             dtype=modulation.dtype,
-            text=text.tokens,
-            packing=text.packing,
+            # Blocks project the captions of local tokens only.
+            text=self.text.of_rows(rows, tokens),
             order=order,
-            keys_values=text.keys_values,
             tables=RowTables(rotation, rows.local_groups),
             part=_part_of_samples(rows) if fused.chosen("modulation", modulation) else None,
             extra={} if self.lay_out is None else self.lay_out(rows),

@@ -65,9 +65,8 @@ class Switch(Point):
     before_modulation: bool = False
 
     def local(self, x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        if self.before_modulation and chosen("modulation", x):
-            return rows.transpose(x, copy=False)
-        return rows.transpose(x)
+        is_read_in_place = self.before_modulation and chosen("modulation", x)
+        return rows.transpose(x, copy=not is_read_in_place)
 
 
 class Attend(Point):
@@ -85,8 +84,7 @@ class Attend(Point):
     def local(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, groups: Groups | None = None
     ) -> Tensor:
-        backends = rows.grid.attention
-        backend = backends.spatial if self.kind == SPATIAL else backends.temporal
+        backend = rows.grid.attention.get(self.kind, "auto")
         if groups is None:
             groups = rows.groups()
         if groups.are_rows:

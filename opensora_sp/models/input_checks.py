@@ -26,12 +26,13 @@ def check_inputs(
     video_mask: Tensor | None,
 ) -> None:
     """The arguments that all models take."""
-    if x.ndim != 5 or x.shape[1] != config.in_channels:
+    # Kernels and views of torch refuse some empty tensors, in other words on each device.
+    if x.ndim != 5 or x.shape[1] != config.in_channels or not x.numel():
         raise ValueError(
             f"got x of shape {tuple(x.shape)}; expected [B, {config.in_channels}, frames, height, "
-            "width]; pass latents of the VAE that the model was configured for (in_channels)"
+            "width] without zeros; pass latents of the VAE that the model was configured for "
+            "(in_channels), and leave an empty batch out"
         )
-    check_not_empty("x", x)
     check_text(config, len(x), y, mask, drop_caption)
 
     samples, _, *size = x.shape
@@ -58,15 +59,6 @@ def check_tensor(
             f"got {name} of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; "
             f"expected {list(shape)}, {'torch.bool' if is_mask else tensor.dtype} on "
             f"{' or '.join(places)}; pass one entry per sample, where x is"
-        )
-
-
-def check_not_empty(name: str, tensor: Tensor) -> None:
-    """Kernels and views of torch refuse some empty tensors, in other words on each device."""
-    if tensor.numel() == 0:
-        raise ValueError(
-            f"got {name} of shape {tuple(tensor.shape)}; expected at least one sample, frame and "
-            "text token; leave an empty batch out, and pass an empty caption as one token"
         )
 
 
@@ -103,12 +95,12 @@ def check_text(
         return
 
     expected = (num_samples, 1, config.caption_channels)
-    if y.ndim != 4 or (y.shape[0], y.shape[1], y.shape[3]) != expected:
+    if y.ndim != 4 or (y.shape[0], y.shape[1], y.shape[3]) != expected or not y.numel():
         raise ValueError(
             f"got y of shape {tuple(y.shape)}; expected [{num_samples}, 1, L, "
-            f"{config.caption_channels}]; check the text encoder and caption_channels"
+            f"{config.caption_channels}] without zeros; check the text encoder and "
+            "caption_channels, and pass an empty caption as one token"
         )
-    check_not_empty("y", y)
     if y.shape[2] > config.model_max_length:
         raise ValueError(
             f"got {y.shape[2]} text tokens; expected at most model_max_length = "
@@ -130,16 +122,6 @@ def _check_text_mask(num_samples: int, y: Tensor, mask: Tensor) -> None:
             f"expected [{num_samples}, {y.shape[2]}], bool or integers on cpu or {y.device}; pass "
             "one row per sample, 1 for tokens in use; of a mask that is added to scores, (mask == "
             "0)"
-        )
-
-
-def check_clip_sizes(num_samples: int, num_sizes: int) -> None:
-    """With a ``video_mask``, positions follow the pixels of each clip."""
-    if num_sizes != num_samples:
-        raise ValueError(
-            f"got height and width of {num_sizes} samples with the video_mask of {num_samples}; "
-            "expected the sizes of each, which set the positions in its clip; "
-            "pass one entry per sample"
         )
 
 

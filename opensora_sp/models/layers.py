@@ -34,13 +34,9 @@ def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
 
     Other classes in its place, such as peft's, have further parameters, and hooks see calls.
     """
-    hooks = (
-        layer._forward_pre_hooks,
-        layer._forward_hooks,
-        layer._backward_pre_hooks,
-        layer._backward_hooks,
-    )
-    return type(layer) is kind and not any(hooks)
+    forward_hooks = layer._forward_pre_hooks or layer._forward_hooks
+    has_hooks = forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+    return type(layer) is kind and not has_hooks
 
 
 def deferred_bias(layer: nn.Module) -> Tensor | None:
@@ -266,11 +262,6 @@ class SizeEmbedder(TimestepEmbedder):
     def forward(self, s: Tensor, num_samples: int) -> Tensor:  # type: ignore[override]
         """``[n]`` or ``[n, k]``, n dividing ``num_samples`` (tiled) -> ``[num_samples, k * C]``."""
         s = s[:, None] if s.ndim == 1 else s
-        if num_samples % s.shape[0]:
-            raise ValueError(
-                f"got sizes for {s.shape[0]} samples; expected {num_samples}; "
-                "pass one row per sample"
-            )
         return super().forward(s.repeat(num_samples // s.shape[0], 1)).flatten(1)
 
 

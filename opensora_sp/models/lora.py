@@ -14,19 +14,33 @@ the convolution of ``PatchEmbed3D``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
 from opensora_sp.common.importing import nearest
 
-from .name_patterns import chosen, matches
-
 # All linear layers of all blocks: self-attention, cross-attention and MLP.
 DEFAULT_TARGETS = ("*blocks.*",)
 # peft's name of the one adapter of each layer, and of the layer that it adapts.
 ADAPTER, BASE = "default", "base_layer"
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of ``fnmatch``, with or without the ``!`` of an exception, fits a name."""
+    return fnmatchcase(name, pattern.removeprefix("!"))
+
+
+def chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The names that patterns choose: the last that matches decides, ``!pattern`` excludes."""
+    chosen_names = []
+    for name in names:
+        matching = [pattern for pattern in patterns if matches(name, pattern)]
+        if matching and not matching[-1].startswith("!"):
+            chosen_names.append(name)
+    return chosen_names
 
 
 def add_lora(

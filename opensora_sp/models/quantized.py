@@ -7,12 +7,13 @@ norms of DoRA are peft's own, which saves a whole weight where there is dropout.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from opensora_sp.common.importing import check_extra
 
 from .lora import DEFAULT_TARGETS, target_layers
 
@@ -39,11 +40,7 @@ def quantize_blocks(model: nn.Module) -> None:
     Raises:
         ValueError: if torchao is not installed.
     """
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError(
-            "got lora.quantize 'int8' without the package torchao; expected it to be installed; "
-            "run pip install 'opensora-sp[quantized]', or remove lora.quantize"
-        )
+    check_extra("quantized", "torchao", setting="lora.quantize", instead="remove lora.quantize")
     # Imports torchao, an optional dependency that takes a second.
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

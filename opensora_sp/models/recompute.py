@@ -71,29 +71,22 @@ def levels_of(setting: bool | int | str | Sequence[int], num_blocks: int) -> lis
     Raises:
         ValueError: if the model has fewer blocks, or there is no such level or name.
     """
+    levels: list[Any] = []
     if setting == "offload":
-        return [OFFLOADED] * num_blocks
-    if isinstance(setting, str):
-        raise ValueError(
-            f"got grad_checkpoint={setting!r}; expected True, False, a number of blocks, 'offload' "
-            "or the level of each block; choose one of these (a config may also say 'auto', for "
-            "which a run chooses levels)"
-        )
-    if isinstance(setting, int):
-        recomputed = num_blocks * setting if isinstance(setting, bool) else setting
-        if not 0 <= recomputed <= num_blocks:
-            raise ValueError(
-                f"got grad_checkpoint={setting}; expected a number from 0 to {num_blocks}, the "
-                "blocks of the model; correct it, or write True for all"
-            )
-        return [0] * recomputed + [EVERYTHING] * (num_blocks - recomputed)
+        levels = [OFFLOADED] * num_blocks
+    elif isinstance(setting, int):
+        recomputed = num_blocks if setting is True else setting
+        levels = [0] * recomputed + [EVERYTHING] * (num_blocks - recomputed)
+    elif not isinstance(setting, str):
+        levels = list(setting)
 
-    levels: list[Any] = list(setting)
     known = range(OFFLOADED, EVERYTHING + 1)
     if len(levels) != num_blocks or not all(level in known for level in levels):
         raise ValueError(
-            f"got levels {levels}; expected one from {OFFLOADED} to {EVERYTHING} for each of the "
-            f"{num_blocks} blocks; correct them"
+            f"got grad_checkpoint={setting!r}; expected True, False, 'offload', a number from 0 to "
+            f"{num_blocks}, the blocks of the model, or a level from {OFFLOADED} to {EVERYTHING} "
+            "for each of them; choose one of these (a config may also say 'auto', for which a run "
+            "chooses levels)"
         )
     return levels
 

@@ -5,6 +5,7 @@ Names as in the public checkpoints' ``config.json``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -59,13 +60,12 @@ class SharedConfig:
     @property
     def alternates(self) -> bool:
         """True if there are temporal blocks as well as spatial ones."""
-        return True
+        return not getattr(self, "skip_temporal", False)
 
     def __post_init__(self) -> None:
         self._check_positive("in_channels", "hidden_size", "depth", "num_heads", "mlp_ratio")
         self._check_positive("caption_channels", "model_max_length")
-        self._check_rate("class_dropout_prob")
-        self._check_rate("drop_path")
+        self._check_rates("class_dropout_prob", "drop_path")
         names_by_kind(self.attention)
 
         self._make_tuple("patch_size")
@@ -96,7 +96,8 @@ class SharedConfig:
     @property
     def window(self) -> tuple[int, int] | None:
         """Height and width in patches of the windows of temporal attention, if it has any."""
-        return None
+        kernel_size = getattr(self, "kernel_size", None)
+        return None if kernel_size is None else kernel_size[:2]
 
     def grid(self, num_samples: int, latent_size: tuple[int, int, int], **more: Any) -> PatchGrid:
         """The patches of a batch of latents of size (frames, height, width)."""
@@ -118,18 +119,12 @@ class SharedConfig:
 
     def _check_width(self) -> None:
         hidden, heads = self.hidden_size, self.num_heads
-        if hidden % (2 * heads if self.rotary else heads):
-            expected = "num_heads to divide hidden_size"
-            if self.rotary:
-                expected = "an even hidden_size / num_heads (rotary embedding turns channel pairs)"
+        # Sines and cosines of a patch's column and row; rotary embedding turns pairs of channels.
+        unit = math.lcm(4, 2 * heads if self.rotary else heads)
+        if hidden % unit:
             raise ValueError(
-                f"got hidden_size {hidden} and num_heads {heads}; expected {expected}; "
-                "change one of the two"
-            )
-        if hidden % 4:
-            raise ValueError(
-                f"got hidden_size {hidden}; expected a multiple of 4 (sines and cosines of a "
-                "patch's column and row); choose another hidden_size"
+                f"got hidden_size {hidden} and num_heads {heads}; expected num_heads to divide "
+                f"hidden_size, a multiple of {unit}; change one of the two"
             )
 
     def _check_positive(self, *names: str) -> None:
@@ -138,10 +133,11 @@ class SharedConfig:
             if not number > 0:
                 raise ValueError(f"got {name} {number}; expected a positive number; change it")
 
-    def _check_rate(self, name: str) -> None:
-        rate = getattr(self, name)
-        if not 0 <= rate < 1:
-            raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); choose a smaller one")
+    def _check_rates(self, *names: str) -> None:
+        for name in names:
+            rate = getattr(self, name)
+            if not 0 <= rate < 1:
+                raise ValueError(f"got {name} {rate}; expected a rate in [0, 1); lower it")
 
     def _make_tuple(self, name: str) -> None:
         """Sizes are lists in JSON and in configs; as tuples they can be hashed."""
@@ -238,10 +234,6 @@ class STDiT3Config(SharedConfig):
         """Spatial and temporal blocks."""
         return self.depth if self.skip_temporal else 2 * self.depth
 
-    @property
-    def alternates(self) -> bool:
-        return not self.skip_temporal
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive("input_sq_size")
@@ -258,10 +250,6 @@ class STDiT3Config(SharedConfig):
                 "got use_spatial_rope without kernel_size; expected both or none; "
                 "set kernel_size=(8, 8, -1)"
             )
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        return None if self.kernel_size is None else self.kernel_size[:2]
 
     def _check_windows(self, kernel: tuple[int, int, int]) -> None:
         is_window = len(kernel) == 3 and all(k == -1 or k >= 1 for k in kernel)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -45,7 +45,7 @@ from torch import Tensor
 from opensora_sp.common.graphs import uncompiled
 from opensora_sp.common.tensors import to_device
 
-from .attention_table import Backends
+from .attention_table import Backend
 from .functions import take
 from .packing import ROWS, Groups, VideoMask, Windows, windows_of
 
@@ -77,7 +77,8 @@ class PatchGrid:
         full: all tokens of a sample attend to each other.
         mask: the positions inside of each clip, where clips of different sizes share the batch.
         scale: what positions are divided by, ``[]`` or, with a mask, ``[B]``.
-        attention: the attention backends of the batch; models resolve them before their blocks.
+        attention: the backend of each kind of attention in the batch; models resolve them before
+            their blocks.
     """
 
     num_samples: int
@@ -87,7 +88,7 @@ class PatchGrid:
     full: bool = False
     mask: VideoMask | None = field(default=None, compare=False)
     scale: Tensor | None = field(default=None, compare=False)
-    attention: Backends = field(default=Backends(), compare=False)
+    attention: Mapping[str, Backend] = field(default_factory=dict, compare=False)
     _cache: _Cache = field(default_factory=_Cache, compare=False, repr=False)  # see ``cached``
 
     @property

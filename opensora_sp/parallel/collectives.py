@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.common.graphs import Context, Once, Pair, uncompiled
+from opensora_sp.common.graphs import Context, Once, Pair, once_differentiable, uncompiled
 
 from .communication import communicating, record
 from .layout import ExchangePlan
 from .mesh import ImaginedGroup
-from .typed import once_differentiable
 
 
 def all_to_all(

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from .typed import is_backward_running
+from opensora_sp.common.graphs import is_backward_running
 
 Key: TypeAlias = tuple[str, str]
 
@@ -101,7 +101,7 @@ class CommTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._seconds = 0.0
-        self._recorded: list[_Events] = []
+        self._recorded: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._entered = ExitStack()
 
     def __enter__(self) -> CommTimer:
@@ -116,8 +116,8 @@ class CommTimer:
         if self._recorded:
             # Elapsed times of events that have not completed raise.
             torch.cuda.synchronize(self.device)
-        for events in self._recorded:
-            self._seconds += events.before.elapsed_time(events.after) / 1000
+        for before, after in self._recorded:
+            self._seconds += before.elapsed_time(after) / 1000
 
         self._recorded = []
         seconds, self._seconds = self._seconds, 0.0
@@ -129,20 +129,12 @@ class CommTimer:
             # On the host, while a GPU keeps computing.
             yield
         elif device.type == "cuda":
-            events = _Events()
-            events.before.record()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
             yield
-            events.after.record()
-            self._recorded.append(events)
+            after.record()
+            self._recorded.append((before, after))
         else:
             since = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - since
-
-
-class _Events:
-    """A pair of CUDA events around one communication."""
-
-    def __init__(self) -> None:
-        self.before = torch.cuda.Event(enable_timing=True)
-        self.after = torch.cuda.Event(enable_timing=True)

@@ -185,35 +185,17 @@ CPU = CostModel(
 )
 
 
-@dataclass(frozen=True)
-class ChunkCosts:
-    """Time of a switch of ``num_bytes`` on the busiest rank, and of sending it in chunks.
+def best_chunks(model: CostModel, link: Link, num_bytes: float) -> int:
+    """The number of chunks in which the busiest rank sends a switch of ``num_bytes``.
 
     Of K chunks all but the last are sent during the computation in forward, which saves 1 - 1/K of
-    the switch. Each further chunk costs launches.
+    the switch. Each further chunk costs launches. One more than K does not pay where K (K + 1) is
+    at least the ratio of the two.
     """
-
-    cost_model: CostModel
-    link: Link
-    num_bytes: float
-
-    @property
-    def switch(self) -> float:
-        """Seconds of the switch as a whole, without its latency, which each chunk has as well."""
-        return self.num_bytes / self.link.bandwidth
-
-    @property
-    def further_chunk(self) -> float:
-        """Seconds of the launches of one more chunk."""
-        return CHUNK_LAUNCHES * self.cost_model.launch
-
-    @property
-    def best_number(self) -> int:
-        """The fewest chunks K of which one more would not pay: K (K + 1) is at least the ratio."""
-        if not self.cost_model.asynchronous:
-            return 1
-        ratio = self.switch / self.further_chunk
-        return max(1, math.ceil((math.sqrt(1 + 4 * ratio) - 1) / 2))
+    if not model.asynchronous:
+        return 1
+    ratio = num_bytes / link.bandwidth / (CHUNK_LAUNCHES * model.launch)
+    return max(1, math.ceil((math.sqrt(1 + 4 * ratio) - 1) / 2))
 
 
 def block_flops(tokens: int, width: int) -> float:

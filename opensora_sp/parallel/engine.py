@@ -254,8 +254,9 @@ class SequenceParallel:
         """The strategy for the batch of these rows, which are the rows of the tokens ``x``."""
         if isinstance(x, Tensor) and x.shape[:2] != (rows.count, rows.length):
             raise ValueError(
-                f"got tokens {tuple(x.shape)} as {_described(rows)}; expected "
-                f"[{rows.count}, {rows.length}, ..]; pass each point the rows of its tokens"
+                f"got tokens {tuple(x.shape)} as {rows.layout} rows [{rows.start}, {rows.stop}) of "
+                f"{rows.total}; expected [{rows.count}, {rows.length}, ..]; pass each point the "
+                "rows of its tokens"
             )
         return self.strategy(rows.grid)
 
@@ -267,10 +268,6 @@ class SequenceParallel:
         # A module with two functions gets its own forward back last.
         for point, _ in reversed(self._attachments):
             point.detach()
-
-
-def _described(rows: Rows) -> str:
-    return f"{rows.layout} rows [{rows.start}, {rows.stop}) of {rows.total}"
 
 
 def _strategy_labels() -> list[str]:

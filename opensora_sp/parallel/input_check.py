@@ -28,7 +28,6 @@ from .agreement import (
 )
 from .communication import communicating, record
 from .mesh import SequenceMesh
-from .typed import Args, Kwargs
 
 # What to do where entries of a kind differ, by the first word of their names. Differences of an
 # earlier kind cause differences of a later one.
@@ -64,7 +63,7 @@ class InputCheck:
         self._fixed = {**_entries_of("options", options), **_entries_of("plan", plan)}
         self._form: ModelForm | None = None
 
-    def __call__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mesh.is_imagined or self.mesh.sp_size == 1:
             return
         # The description of a model takes longer than a small forward.
@@ -81,7 +80,7 @@ class InputCheck:
         if not agree:
             self._refuse(model, entries)
 
-    def _entries(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Entries:
+    def _entries(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entries:
         """Entries that decide which bytes are sent: options, strategies, plan, modes, and the form
         of the inputs.
 

@@ -29,13 +29,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora_sp.common.graphs import Context
+from opensora_sp.common.graphs import Context, after_backward, is_backward_running
 
 from .collectives import Received
 from .engine import Attachment, ForwardPoint, SequenceParallel
 from .shard_plan import find_modules
 from .strategies.strategy import Block
-from .typed import after_backward, is_backward_running
 
 # The axis that counts the rows of a layout, and the one within a row.
 ROW_AXIS = {"spatial": "t", "temporal": "s"}

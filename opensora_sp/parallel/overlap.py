@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_sp.common.graphs import once_differentiable
+
 from .collectives import all_to_all
 from .communication import communicating
 from .layout import ExchangePlan
-from .typed import once_differentiable
 
 KIND = "switch"
 

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 from .engine import ATTRIBUTE
 from .mesh import SequenceMesh
-from .typed import Args, Kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,9 @@ class Verdict:
         )
 
 
-def verify_step(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None) -> Verdict:
+def verify_step(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Verdict:
     """Run one forward and backward pass of a parallelized model on a whole batch, bare and
     parallel. Collective.
 
@@ -129,7 +130,7 @@ def verify_first_step(model: nn.Module) -> None:
     mesh = getattr(model, ATTRIBUTE).mesh
     unverified = {group.ranks for group in mesh.own if group.sp_size > 1}
 
-    def check(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if mesh.group not in unverified:
             return
         # Before verification, which calls the model.
@@ -151,7 +152,7 @@ def verify_first_step(model: nn.Module) -> None:
     getattr(model, ATTRIBUTE).handles.append(handle)
 
 
-def _step(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
         args, kwargs = tree_map(_copied, (args, kwargs))

@@ -133,9 +133,5 @@ def _middle(group: RankGroup, ranks_per_node: int) -> int:
     # Halves that begin in the middle of a node would send over the network what fits inside.
     unit = ranks_per_node if group.spans_nodes(ranks_per_node) else 1
     units = -(-group.size // unit)
-    return group.start + unit * _power_of_two_below(units)
-
-
-def _power_of_two_below(number: int) -> int:
-    """The largest power of two that is less than a number of 2 or more."""
-    return 1 << (number - 1).bit_length() - 1
+    # The largest power of two that is less than these.
+    return group.start + unit * (1 << (units - 1).bit_length() - 1)

@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_sp.common.graphs import Context, between_graphs, uncompiled
+from opensora_sp.common.graphs import (
+    Context,
+    after_backward,
+    between_graphs,
+    is_backward_running,
+    uncompiled,
+)
 
 from .attention_calls import Attention, catch_dispatch, catching
 from .collectives import Received, exchange, gather_rows
@@ -34,7 +40,6 @@ from .rank_groups import RankGroup
 from .shard_plan import find_modules
 from .token_plan import CONTEXT, Cut, TokenPlan
 from .token_ranges import Streams, TokenRanges
-from .typed import after_backward, is_backward_running
 
 
 @dataclass

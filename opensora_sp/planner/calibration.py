@@ -27,7 +27,7 @@ from opensora_sp.parallel.cost_model import CostModel
 from opensora_sp.parallel.options import Options
 from opensora_sp.runtime.cost_models import device_name, preset_of
 
-from .seconds import ModelCosts, seconds_of
+from .seconds import ModelFlops, seconds_of
 from .trace import step_inputs
 
 REPEATS, EXCHANGES_REPEATED = 5, 10
@@ -109,8 +109,8 @@ class _Measurement:
     def launches(self) -> None:
         """Operators of a step whose tensors have next to no elements."""
         seconds, model = self._step(width=8 * 2, heads=2, size=(1, 2, 2, 2), depth=2)
-        operators = 2 * (model.forward.operators + model.backward.operators)
-        operators += model.forward.once + model.backward.once
+        passes = model.forward_counts, model.backward_counts
+        operators = sum(2 * counts.operators + counts.once for counts in passes)
         self.rates = replace(self.rates, launch=seconds / operators)
 
     def elementwise(self) -> None:
@@ -120,7 +120,7 @@ class _Measurement:
 
         def predicted(memory_bandwidth: float) -> float:
             rates = replace(self.rates, memory_bandwidth=memory_bandwidth)
-            shape = BatchShape.of(model.flops.config, size[0], size[1:])
+            shape = BatchShape.of(model.config, size[0], size[1:])
             options = Options(cost_model=rates)
             return seconds_of(shape, options, 1, model=model, element_size=self.dtype.itemsize)
 
@@ -167,7 +167,7 @@ class _Measurement:
 
     def _step(
         self, width: int, heads: int, size: tuple[int, int, int, int], depth: int
-    ) -> tuple[float, ModelCosts]:
+    ) -> tuple[float, ModelFlops]:
         """Seconds of forward and backward of a small STDiT3, and its costs."""
         config: Any = replace(
             resolve_config(REFERENCE_PRESET),
@@ -188,7 +188,7 @@ class _Measurement:
             model(**inputs).square().mean().backward()
             model.zero_grad(set_to_none=True)
 
-        return self._seconds(step), ModelCosts.of(REFERENCE, config)
+        return self._seconds(step), ModelFlops.of(model)
 
     def _seconds(self, function: Callable[[], Any], *, exchanges: bool = False) -> float:
         """The least of several calls after one more: of this process's work, or of an exchange."""

@@ -103,17 +103,11 @@ def fit(
         progress: iterates over the names and may show how far it is.
 
     Raises:
-        ValueError: if a bucket has no batch that fits, with the least memory that one clip takes,
-            or for a limit below one clip.
+        ValueError: if a bucket has no batch that fits, with the least memory that one clip takes.
     """
     estimator = LineEstimator(
         cfg, num_gpus, memory, device=device, rates=cost_model, gpus_per_node=gpus_per_node
     )
-    if largest_batch < 1:
-        raise ValueError(
-            f"got --largest-batch {largest_batch}; expected at least 1; pass the clips of a batch "
-            "that are never to be exceeded"
-        )
     batches = cfg.batches()
     chosen = list(batches) if names is None else list(names)
 
@@ -122,7 +116,10 @@ def fit(
         ranks = ranks_of_bucket(name, replace(batches[name], batch_size=1), estimator)
         bucket = _Bucket(estimator, batches[name], ranks, largest_batch)
         if not bucket.largest:
-            lacking[name] = memory_for(bucket.least_needed) + memory - estimator.memory
+            # One clip, of which as little as possible is kept on the device.
+            lowest = estimator.lowest_levels[-1]
+            needed = estimator.peak(bucket.latents(1), ranks, lowest).needed
+            lacking[name] = memory_for(needed) + memory - estimator.memory
         buckets[name] = bucket
     _check_all_fit(lacking, memory)
 
@@ -185,16 +182,10 @@ class _Bucket:
         if self.estimator.checkpointing == "auto":
             levels = [EVERYTHING]
         shortest = [
-            self.estimator.seconds(self._latents(size), self.ranks, levels)
+            self.estimator.seconds(self.latents(size), self.ranks, levels)
             for size in (1, self.ranks)
         ]
         return Times(min(shortest), self.step(self.largest).seconds)
-
-    @property
-    def least_needed(self) -> float:
-        """Bytes that one clip needs if as little as possible is kept on the device."""
-        latents, lowest = self._latents(1), self.estimator.lowest_levels[-1]
-        return self.estimator.peak(latents, self.ranks, lowest).needed
 
     def fits(self, size: int) -> bool:
         """True if a batch fits. Inputs of blocks leave the device for a single clip only."""
@@ -208,7 +199,7 @@ class _Bucket:
         """A micro-batch of this size, which keeps as much as fits."""
         # A trace takes seconds, and the search asks for some sizes again.
         if size not in self._steps:
-            self._steps[size] = self.estimator.estimate(self._latents(size), self.ranks)
+            self._steps[size] = self.estimator.estimate(self.latents(size), self.ranks)
         return self._steps[size]
 
     def fitted(self, name: str, common: float) -> FittedBatch:
@@ -241,7 +232,7 @@ class _Bucket:
         longer = range(whole + 1, min(whole + self.ranks, self.largest + 1))
         return _last(longer, is_short) or whole or 1
 
-    def _latents(self, size: int) -> tuple[int, ...]:
+    def latents(self, size: int) -> tuple[int, ...]:
         return self.estimator.latents(replace(self.batch, batch_size=size))
 
 

@@ -12,18 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from opensora_sp.common.files import read_json
-from opensora_sp.models.attention import traced_sdpa
+from opensora_sp.common.graphs import is_backward_running
 from opensora_sp.parallel import CommLedger, SequenceMesh, parallelize
 from opensora_sp.parallel.collectives import all_to_all
-from opensora_sp.parallel.typed import is_backward_running
 
-from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak
+from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, fused_attention
 from .memory import GradientBucket, MemoryPeak, ModelSizes, Persistent, Zero
 
 ADAPTED = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -182,9 +180,7 @@ class _Trace(AllocatorPeak):
 
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
-        # Replaced, not caught by a mode, which calls of ``backward`` leave.
-        sdpa = mock.patch.object(nn.functional, "scaled_dot_product_attention", _gpu_attention)
-        with self, self.counter, sdpa:
+        with self, self.counter, fused_attention("cuda"):
             (output,) = model(**inputs, return_dict=False)
             self.saved = self.live
             (output.float() - 1).square().mean().backward()
@@ -212,11 +208,6 @@ class _Trace(AllocatorPeak):
             if not is_backward_running():
                 self.received += result.nbytes
         return result
-
-
-def _gpu_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Attention by the operator of a GPU."""
-    return traced_sdpa(query, key, value)
 
 
 # The inputs of the models, as their pipelines make them.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import opensora_sp.parallel.collectives  # noqa: F401 (registers the operator of exchanges)
-from opensora_sp.models.attention import PROCESSORS
+from opensora_sp.models.attention import PROCESSORS, traced_sdpa
 
 
 class LivePeak(TorchDispatchMode):
@@ -24,13 +26,13 @@ class LivePeak(TorchDispatchMode):
     count. Works on CPU, on CUDA and with fake tensors, in forward and backward. Not counted:
     temporary memory inside an operation, and the allocator's rounding and fragmentation.
 
-    ``live`` and ``peak`` are bytes. Trackers may be nested; each has its own count.
+    ``live``, ``peak`` and ``largest`` (0 here) are bytes. Trackers may be nested; each has its own
+    count.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        self.peak = 0
+        self.live = self.peak = self.largest = 0
         # By address of the storage.
         self._bytes: dict[int, int] = {}
 
@@ -129,10 +131,6 @@ class AllocatorPeak(LivePeak):
     be free without being of use.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
     def size_of(self, storage: torch.UntypedStorage) -> int:
         size = rounded(storage.nbytes(), BLOCK) if storage.device.type == "meta" else 0
         self.largest = max(self.largest, size)
@@ -143,6 +141,29 @@ class AllocatorPeak(LivePeak):
         workspace = rule(args, result) if rule else 0
         self.largest = max(self.largest, workspace)
         return workspace
+
+
+torch_attention = F.scaled_dot_product_attention
+
+
+def fused_attention(device: str) -> Any:
+    """A context in which attention of meta tensors is the fused kernel of "cuda" or "cpu".
+
+    torch takes its mathematical definition there, whose scores no device would keep.
+    """
+    # Replaced, not caught by a mode, which calls of ``backward`` leave.
+    return mock.patch.object(F, "scaled_dot_product_attention", partial(_attend_fused, device))
+
+
+def _attend_fused(
+    device: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **options: Any
+) -> Tensor:
+    if attn_mask is not None:
+        return torch_attention(query, key, value, attn_mask, **options)
+    if device == "cuda":
+        return traced_sdpa(query, key, value)
+    out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+    return out
 
 
 def rounded(number: int, unit: int) -> int:
@@ -174,10 +195,6 @@ def _exchange(args: tuple[Any, ...], _: Any) -> int:
     tokens, _, _, sent, received = args[:5]
     token = tokens.shape[1:].numel() * tokens.element_size()
     return rounded(max(sum(sent), sum(received)) * token, BLOCK)
-
-
-def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
-    return _efficient(*args[1].shape)
 
 
 def _efficient_varlen_backward(args: tuple[Any, ...], _: Any) -> int:
@@ -225,7 +242,9 @@ def _copies(*tensors: Tensor) -> int:
 
 WORKSPACES: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: (
+        lambda args, _: _efficient(*args[1].shape)
+    ),
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._efficient_attention_backward.default: _efficient_varlen_backward,
     aten.sum.dim_IntList: _column_sums,

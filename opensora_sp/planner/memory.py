@@ -81,19 +81,16 @@ class ModelSizes:
         int8, int8_bytes = 0, 0
 
         for parameter_name, parameter in model.named_parameters():
-            block = re.match(r"\w*blocks\.(\d+)\.", parameter_name)
             stored = stored_tensors(parameter)
             if len(stored) > 1:
                 int8 += parameter.numel()
                 int8_bytes += sum(tensor.nbytes for tensor in stored.values())
             if not parameter.requires_grad:
                 frozen += parameter.numel()
-            elif block:
-                pairs[int(block[1])].append(parameter.numel())
-            elif parameter_name.startswith("final_layer"):
-                final.append(parameter.numel())
-            else:
-                rest.append(parameter.numel())
+                continue
+            block = re.match(r"\w*blocks\.(\d+)\.", parameter_name)
+            part = final if parameter_name.startswith("final_layer") else rest
+            (pairs[int(block[1])] if block else part).append(parameter.numel())
         return cls(tuple(final), tuple(map(tuple, pairs)), tuple(rest), frozen, int8, int8_bytes)
 
     @property
@@ -138,10 +135,6 @@ class Persistent:
             ema=FP32 * parts,
         )
 
-    @classmethod
-    def sampling(cls, sizes: ModelSizes, element_size: int) -> Persistent:
-        return cls(weights=sizes.total * element_size)
-
     @property
     def total(self) -> int:
         return self.weights + self.master_weights + self.moments + self.ema
@@ -166,12 +159,6 @@ class MemoryPeak:
     @property
     def needed(self) -> int:
         return self.total + round(IN_PIECES * self.largest)
-
-
-def sampling_peak(persistent: Persistent, activations: Activations, depth: int) -> MemoryPeak:
-    """The peak of one call of the model without gradients."""
-    live = round(activations.at(depth))
-    return MemoryPeak(persistent.total + live, "forward", 0, live, activations.largest)
 
 
 def training_peak(

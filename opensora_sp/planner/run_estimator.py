@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from operator import add
-from typing import Literal
+from typing import Any, Literal
 
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, TrainConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
 from opensora_sp.data.buckets import BatchSpec
-from opensora_sp.diffusion import predictions_per_step
-from opensora_sp.diffusion.cached_steps import SamplingOptions, SamplingStep, sampling_steps
+from opensora_sp.diffusion.cached_steps import SamplingStep, sampling_steps
+from opensora_sp.diffusion.guidance import predictions_per_step
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.kernels.fused import Kernels as KernelSetting
 from opensora_sp.models.recompute import EVERYTHING, OFFLOADED, levels_of
@@ -26,7 +24,6 @@ from opensora_sp.parallel.mesh import check_sp_size
 from opensora_sp.parallel.options import Options
 from opensora_sp.parallel.rank_groups import check_degrees_in, fixed_groups, nested_groups
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
-from opensora_sp.parallel.strategies.strategy import AllToAll
 from opensora_sp.runtime.cost_models import cost_model_of
 
 from .memory import (
@@ -42,12 +39,11 @@ from .memory import (
     mixed,
     pinned_bytes,
     recomputed_share,
-    sampling_peak,
     training_peak,
 )
-from .seconds import ModelCosts, seconds_of
+from .seconds import ModelFlops, seconds_of
 from .trace import Activations, trace_activations
-from .traffic import Traffic, communicators, gpus_of_node, output_gather, traffic
+from .traffic import GPUS_OF_NODE, Traffic, communicators, output_gather, traffic
 
 DEFAULT_MEMORY = 80e9  # bytes, for which grad_checkpoint="auto" is planned if no GPU is named
 
@@ -114,21 +110,20 @@ class RunEstimator:
                 training, and no limit in sampling.
             device: "cuda" or "cpu".
             rates: by which seconds are predicted; None is the config's, or an H100's.
-            gpus_per_node: None is ``traffic.gpus_of_node``.
+            gpus_per_node: None is 8, or all if they are fewer.
 
         Raises:
             ValueError: if the config's ``sp_size`` does not fit the number of GPUs.
         """
         self.cfg, self.num_gpus, self.device = cfg, num_gpus, device
         self.kernels: KernelSetting = "torch"
-        self.kernels_in_words = "in plain torch"
         self.device_memory, self.knows_nodes = memory, gpus_per_node is not None
         self.traced: dict[tuple[tuple[int, ...], int, int], Activations] = {}
         self.video_frames: dict[tuple[int, ...], int] = {}
         # Sampling without sp_size takes all ranks. So may any micro-batch with a degree.
         self.ranks = cfg.sp_size if isinstance(cfg.sp_size, int) else num_gpus
         check_sp_size(self.ranks, num_gpus)
-        self.gpus_per_node = gpus_of_node(num_gpus, gpus_per_node)
+        self.gpus_per_node = gpus_per_node or min(num_gpus, GPUS_OF_NODE)
         if isinstance(cfg.sp_size, dict):
             check_degrees_in(cfg.sp_size, num_gpus, self.gpus_per_node)
         self.has_one_degree = cfg.sp_size is None or isinstance(cfg.sp_size, int)
@@ -149,11 +144,11 @@ class RunEstimator:
         if isinstance(cfg, TrainConfig):
             self.checkpointing = cfg.grad_checkpoint
         else:
-            process = build_component(cfg.scheduler, SCHEDULERS)
+            self.process: Any = build_component(cfg.scheduler, SCHEDULERS)
             by_frames = cfg.cond_type is not None
-            self.predictions = predictions_per_step(process, by_frames=by_frames)
+            self.predictions = predictions_per_step(self.process, by_frames=by_frames)
             # Some steps keep the residual of the blocks.
-            self.is_cached = isinstance(process, SamplingOptions) and process.cache_threshold > 0
+            self.is_cached = getattr(self.process, "cache_threshold", 0) > 0
 
         if memory is None:
             memory = DEFAULT_MEMORY if self.training else math.inf
@@ -162,17 +157,9 @@ class RunEstimator:
         if device == "cuda":
             self.memory -= sum(self.communicators[1:])
 
-    def plan_kernels(self) -> None:
-        """Trace the kernels of a run on a GPU that has verified them all.
-
-        Where Triton is not installed, as with torch for CPUs, its kernels cannot be traced.
-        """
-        if self.cfg.kernels == "torch" or self.device == "cpu":
-            return
-        if importlib.util.find_spec("triton") is None:
-            self.kernels_in_words += ", since Triton is not installed here"
-        else:
-            self.kernels, self.kernels_in_words = "triton", "with Triton kernels"
+    @property
+    def kernels_in_words(self) -> str:
+        return "with Triton kernels" if self.kernels == "triton" else "in plain torch"
 
     @property
     def adapters(self) -> int | None:
@@ -200,28 +187,17 @@ class RunEstimator:
             ValueError: if the guidance interval holds none.
         """
         shape = (bucket.num_frames, *bucket.image_size)
-        latent_frames, *_ = planned_latent_size(self.cfg.vae, *shape)
-        return sampling_steps(build_component(self.cfg.scheduler, SCHEDULERS), shape, latent_frames)
+        return sampling_steps(self.process, shape, self.latents(bucket)[2])
 
     def shape_of(self, latents: tuple[int, ...]) -> BatchShape:
         num_samples, _, frames, height, width = latents
         return BatchShape.of(self.config, num_samples, (frames, height, width))
 
-    def micro_batches_on(self, ranks: int) -> int:
-        """Micro-batches of a rank in a step whose micro-batches are all shared by so many ranks."""
-        if not isinstance(self.cfg, TrainConfig):
-            return 1
-        # With a degree for each micro-batch, a step has some for each rank, not for each replica.
-        replica = self.ranks if isinstance(self.cfg.sp_size, int) else 1
-        micro_batches = self.cfg.micro_batches(self.num_gpus // replica)
-        return -(-micro_batches * ranks // self.num_gpus)
-
     def spans_nodes(self, ranks: int) -> bool:
         """True if any group of so many ranks lies on several nodes."""
+        groups = fixed_groups(self.num_gpus, ranks)
         if not self.has_one_degree:
             groups = nested_groups(self.num_gpus, self.gpus_per_node)
-        else:
-            groups = fixed_groups(self.num_gpus, ranks)
         sizes = {group.size for group in groups if group.spans_nodes(self.gpus_per_node)}
         return ranks in sizes
 
@@ -259,45 +235,22 @@ class RunEstimator:
         if self.training:
             return sent
 
-        gathered = self._gathered(shape, ranks)
-        return replace(sent, forward=list(map(add, sent.forward, gathered)))
-
-    def _gathered(self, shape: BatchShape, ranks: int) -> list[int]:
         # The output is fp32 or wider.
         volume = math.prod(self.config.patch_size)
         token_bytes = volume * self.config.out_channels * max(4, self.dtype.itemsize)
-        strategy = strategy_for(shape, self.options_on(ranks), ranks)
-        return output_gather(shape, strategy, ranks, token_bytes)
-
-    def sent_in_steps(
-        self, bucket: BatchSpec, ranks: int, steps: Sequence[SamplingStep]
-    ) -> list[int]:
-        """Bytes that each rank sends in all these sampling steps of a batch."""
-        total = [0] * ranks
-        for step, following in pairwise([*steps, steps[-1]]):
-            shape = self.shape_of(self.latents(bucket, step))
-            sent = self._gathered(shape, ranks)
-            if step.computed:
-                sent = self.traffic(shape, ranks, [EVERYTHING]).forward
-            # The blocks' input is brought into the layout of their output.
-            strategy = strategy_for(shape, self.options_on(ranks), ranks)
-            spatial, temporal = strategy.token_layouts(shape)
-            switches = shape.alternates and spatial != temporal
-            if switches and not (step.computed and following.computed):
-                switch = AllToAll(1, spatial, temporal, shape.width * self.dtype.itemsize)
-                sent = list(map(add, sent, switch.sent(shape, ranks).forward))
-            total = list(map(add, total, sent))
-        return total
+        gathered = output_gather(shape, strategy_for(shape, options, ranks), ranks, token_bytes)
+        return replace(sent, forward=list(map(add, sent.forward, gathered)))
 
     @cached_property
     def zero(self) -> Zero:
         """ZeRO's shards in training."""
         assert isinstance(self.cfg, TrainConfig)
+        replicas = self.num_gpus // self.ranks
         return Zero(
             world=self.num_gpus,
             stage=self.cfg.zero_stage,
             element_size=self.dtype.itemsize,
-            accumulates=self.micro_batches_on(self.ranks) > 1,
+            accumulates=self.cfg.micro_batches(replicas) > replicas,
             accumulates_locally=self.cfg.accumulates_locally,
         )
 
@@ -321,25 +274,26 @@ class RunEstimator:
 
     def memory_of(self, latents: tuple[int, ...], ranks: int) -> Memory:
         """Memory of one of ``ranks`` that share a batch."""
-        if not isinstance(self.cfg, TrainConfig):
-            state = Persistent.sampling(self.sizes, self.dtype.itemsize)
-            traced = self.activations(latents, ranks, EVERYTHING)
-            peak = sampling_peak(state, traced, self.config.depth)
-            if self.is_cached:
-                # The blocks' input, in the layouts of input and output, till they have run.
-                shape = self.shape_of(latents)
-                layouts = strategy_for(shape, self.options_on(ranks), ranks).token_layouts(shape)
-                tokens = sum(max(shape.entries(layout, ranks)) for layout in layouts)
-                kept = tokens * shape.width * self.dtype.itemsize
-                total, activations = peak.total + kept, peak.activations + kept
-                peak = replace(peak, total=total, activations=activations)
-            return Memory(state, peak, [EVERYTHING])
+        if not self.training:
+            return self._sampling_memory(latents, ranks)
 
         levels = self._levels(lambda levels: self.peak(latents, ranks, levels).needed)
         pinned = pinned_bytes(
             levels, self.shape_of(latents), self.options_on(ranks), ranks, self.dtype.itemsize
         )
         return Memory(self.persistent, self.peak(latents, ranks, levels), levels, pinned)
+
+    def _sampling_memory(self, latents: tuple[int, ...], ranks: int) -> Memory:
+        traced = self.activations(latents, ranks, EVERYTHING)
+        weights, live = self.sizes.total * self.dtype.itemsize, round(traced.at(self.config.depth))
+        if self.is_cached:
+            # The blocks' input, in the layouts of input and output, till they have run.
+            shape = self.shape_of(latents)
+            layouts = strategy_for(shape, self.options_on(ranks), ranks).token_layouts(shape)
+            tokens = sum(max(shape.entries(layout, ranks)) for layout in layouts)
+            live += tokens * shape.width * self.dtype.itemsize
+        peak = MemoryPeak(weights + live, "forward", 0, live, traced.largest)
+        return Memory(Persistent(weights), peak, [EVERYTHING])
 
     def _levels(self, needed: Callable[[Sequence[int]], float]) -> list[int]:
         """The level of each block; ``needed`` are the bytes that a step takes with such levels."""
@@ -378,15 +332,15 @@ class RunEstimator:
             self.shape_of(latents),
             self.options_on(ranks),
             ranks,
-            model=self.costs,
+            model=self.flops,
             element_size=self.dtype.itemsize,
             recomputed=recomputed_share(levels),
             training=self.training,
         )
 
     @cached_property
-    def costs(self) -> ModelCosts:
-        return ModelCosts.of(self.name, self.config, self.lora)
+    def flops(self) -> ModelFlops:
+        return ModelFlops.planned(self.name, self.config, self.lora)
 
     def activations(self, latents: tuple[int, ...], ranks: int, level: int) -> Activations:
         """Traced with all blocks at one level of gradient checkpointing, once."""

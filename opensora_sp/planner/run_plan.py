@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opensora_sp.common.importing import is_installed
 from opensora_sp.config import InferenceConfig, TrainConfig
 from opensora_sp.data.buckets import CHOSEN_AT_START, BatchSpec
 from opensora_sp.diffusion.cached_steps import SamplingStep
@@ -24,12 +25,10 @@ class StepsEstimate:
     """All sampling steps of a batch on the ranks that share it.
 
     ``seconds`` are of the busiest rank, where steps that reuse the blocks' residual count as none.
-    ``sent`` are the bytes that each rank sends.
     """
 
     steps: list[SamplingStep]
     seconds: float
-    sent: list[int]
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def estimator_of(
     Raises:
         ValueError: if the numbers do not fit each other or the config.
     """
-    check_numbers(num_gpus, gpus_per_node, memory_gb)
+    check_numbers(gpus=num_gpus, gpus_per_node=gpus_per_node, memory_gb=memory_gb)
     rates = rates_of(cfg, gpu)
     memory = None if memory_gb is None else memory_gb * 1e9
     if memory is None and gpu is not None:
@@ -110,7 +109,9 @@ def estimator_of(
     run = RunEstimator(
         cfg, num_gpus, memory, device=device, rates=rates, gpus_per_node=gpus_per_node
     )
-    run.plan_kernels()
+    # As on a GPU that has verified them all.
+    if cfg.kernels != "torch" and device != "cpu" and is_installed("triton"):
+        run.kernels = "triton"
     return run
 
 
@@ -168,9 +169,7 @@ def _all_steps(run: RunEstimator, bucket: BatchSpec, ranks: int) -> StepsEstimat
     steps = run.steps(bucket)
     shapes = [run.latents(bucket, step) for step in steps if step.computed]
     seconds = {shape: run.seconds(shape, ranks, [EVERYTHING]) for shape in set(shapes)}
-    return StepsEstimate(
-        steps, sum(seconds[shape] for shape in shapes), run.sent_in_steps(bucket, ranks, steps)
-    )
+    return StepsEstimate(steps, sum(seconds[shape] for shape in shapes))
 
 
 def rates_of(cfg: TrainConfig | InferenceConfig, gpu: str | None) -> CostModel:
@@ -187,24 +186,9 @@ def rates_of(cfg: TrainConfig | InferenceConfig, gpu: str | None) -> CostModel:
     return cost_model_of(cfg.cost_model, default=GPUS[gpu or "H100"])
 
 
-def check_numbers(num_gpus: int, gpus_per_node: int | None, memory_gb: float | None) -> None:
-    """Raise ValueError unless there are processes, on nodes that are all full, with some memory."""
-    if num_gpus < 1:
-        raise ValueError(
-            f"got --gpus {num_gpus}; expected at least 1; pass the number of processes of the run"
-        )
-
-    partial_node = gpus_per_node is not None and (
-        gpus_per_node < 1 or (num_gpus > gpus_per_node and num_gpus % gpus_per_node != 0)
-    )
-    if partial_node:
-        raise ValueError(
-            f"got --gpus-per-node {gpus_per_node} with --gpus {num_gpus}; expected nodes that are "
-            "all full; pass a divisor of the number of GPUs"
-        )
-
-    if memory_gb is not None and not memory_gb > 0:
-        raise ValueError(
-            f"got --memory-gb {memory_gb:g}; expected a positive number; pass the memory of one "
-            "GPU in GB"
-        )
+def check_numbers(**numbers: float | None) -> None:
+    """Raise ValueError unless those that are passed, by their option, are positive."""
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            option = f"--{name.replace('_', '-')} {number:g}"
+            raise ValueError(f"got {option}; expected a positive number; correct it")

@@ -10,30 +10,25 @@ cuDNN takes as workspace, and the encoding of references, which takes less than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig
-from opensora_sp.config.components import SCHEDULERS, build_component, split_type
+from opensora_sp.config.components import split_type
 from opensora_sp.data.buckets import BatchSpec
 from opensora_sp.data.transforms import quantized
-from opensora_sp.diffusion import predictions_per_step
-from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, decoded_pieces
+from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS
+from opensora_sp.encoders.interface import decoded_pieces
 from opensora_sp.encoders.loading import FrozenEncoder, weight_bytes
 
-from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, LivePeak
-from .memory import MemoryPeak
+from .live_peak import CUBLAS_WORKSPACE, AllocatorPeak, LivePeak, fused_attention
 from .run_estimator import Memory, RunEstimator
 
-aten = torch.ops.aten
 FREE_SHARE = 0.9
 """Of the free memory, what the peak may be: the rest is for workspaces and fragmentation."""
 FRAMES_AT_ONCE = {
@@ -83,15 +78,12 @@ class Traced:
     streamed: int = 0
     activations: int = 0
 
-    def between_calls(self, offload: Any) -> int:
-        """Bytes of weights on the device between calls, with the encoder's option ``offload``."""
-        return 0 if offload else self.weights
-
-    def in_call(self, offload: Any) -> int:
-        """Bytes that a call adds to these."""
+    def on_device(self, offload: Any) -> tuple[int, int]:
+        """Bytes between calls, and those that a call adds, with the encoder's ``offload``."""
         if not offload:
-            return self.activations
-        return self.activations + (self.streamed if offload == "layers" else self.weights)
+            return self.weights, self.activations
+        copied = self.streamed if offload == "layers" else self.weights
+        return 0, copied + self.activations
 
 
 def placements(cfg: InferenceConfig) -> Iterator[InferenceConfig]:
@@ -124,34 +116,24 @@ def placed(
         spec: the largest batch, whose model alone takes ``memory``.
     """
     assert isinstance(run.cfg, InferenceConfig)
-    tracer = EncoderTracer(spec, run.device)
-    chosen, estimate = run.cfg, None
-    for placement in placements(run.cfg):
-        chosen = placement
-        estimate = sampling_memory(placement, tracer, memory.peak, memory.kept.total)
+    tracer = EncoderTracer(run, spec)
+    for cfg in placements(run.cfg):
+        estimate = sampling_memory(cfg, tracer, memory)
         if estimate.peak <= FREE_SHARE * run.memory:
             break
-    assert estimate is not None
-    return chosen, estimate
+    return cfg, estimate
 
 
-def sampling_memory(
-    cfg: InferenceConfig, tracer: EncoderTracer, steps: MemoryPeak, weights: int
-) -> SamplingMemory:
-    """The estimate of one placement.
-
-    Args:
-        steps: the peak of a call of the model, whose weights have so many bytes.
-    """
-    offloads = [cfg.text_encoder.get("offload"), cfg.vae.get("offload")]
-    traced = [tracer.text(cfg), tracer.vae(cfg)]
-    encoders = sum(map(Traced.between_calls, traced, offloads))
-    kept = weights + encoders + (CUBLAS_WORKSPACE if tracer.device == "cuda" else 0)
-    text, decoding = map(Traced.in_call, traced, offloads)
+def sampling_memory(cfg: InferenceConfig, tracer: EncoderTracer, memory: Memory) -> SamplingMemory:
+    """The estimate of one placement; the model alone takes ``memory``."""
+    run = tracer.run
+    text, text_call = tracer.text.on_device(cfg.text_encoder.get("offload"))
+    vae, vae_call = tracer.vae(cfg).on_device(cfg.vae.get("offload"))
+    kept = memory.kept.total + text + vae + (CUBLAS_WORKSPACE if run.device == "cuda" else 0)
     return SamplingMemory(
-        text=kept + text,
-        steps=steps.total + encoders + _keys_and_values(cfg, tracer.spec),
-        decoding=kept + decoding,
+        text=kept + text_call,
+        steps=memory.peak.total + text + vae + _keys_and_values(run, tracer.spec),
+        decoding=kept + vae_call,
         placement=describe_placement(cfg),
     )
 
@@ -184,81 +166,49 @@ def _encoder(key: str, config: dict[str, Any], known: dict[str, Any]) -> Any:
     return cls.planned(**options) if hasattr(cls, "planned") else cls(**options)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Attention of meta tensors by the fused kernel of a device.
-
-    torch takes its mathematical definition there, whose scores no device would keep. Heads of an
-    autoencoder are wider than FlashAttention takes, so that CUDA has the memory-efficient kernel.
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or kwargs.get("attn_mask") is not None:
-            return func(*args, **kwargs)
-
-        causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
-        if self.device == "cuda":
-            return aten._scaled_dot_product_efficient_attention(
-                *args[:3], None, False, 0.0, causal, scale=scale
-            )[0]
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            *args[:3], 0.0, causal, scale=scale
-        )[0]
-
-
 @contextmanager
 def _counting(device: str) -> Iterator[LivePeak]:
     """A context that counts the bytes of meta tensors as a device would have them."""
     live = AllocatorPeak() if device == "cuda" else LivePeak()
-    with live, FusedAttention(device), torch.no_grad():
+    with live, fused_attention(device), torch.no_grad():
         yield live
 
 
 class EncoderTracer:
-    """Memory of encoders for batches of one shape; each is traced once."""
+    """Memory of a run's encoders for batches of one shape; each is traced once."""
 
-    def __init__(self, spec: BatchSpec, device: str) -> None:
-        self.spec, self.device = spec, device
-        self._traced: dict[str, Traced] = {}
+    def __init__(self, run: RunEstimator, spec: BatchSpec) -> None:
+        self.run, self.spec = run, spec
+        self._vaes: dict[Any, Traced] = {}
 
-    def text(self, cfg: InferenceConfig) -> Traced:
+    @cached_property
+    def text(self) -> Traced:
         """Of the text encoder, for the longest prompts."""
-        # Prompts and negative prompts are encoded together; without these, a text is encoded once.
-        count = self.spec.batch_size * (1 + (cfg.negative_prompt is not None))
-        return self._once(cfg.text_encoder, lambda: self._trace_text(cfg.text_encoder, count))
-
-    def vae(self, cfg: InferenceConfig) -> Traced:
-        """Of the autoencoder, when it decodes its largest piece."""
-        return self._once(cfg.vae, lambda: self._trace_vae(cfg.vae, cfg.loop))
-
-    def _once(self, config: dict[str, Any], trace: Callable[[], Traced]) -> Traced:
-        key = repr(sorted((name, option) for name, option in config.items() if name != "offload"))
-        if key not in self._traced:
-            self._traced[key] = trace()
-        return self._traced[key]
-
-    def _trace_text(self, config: dict[str, Any], count: int) -> Traced:
-        encoder = _encoder("text_encoder", config, TEXT_ENCODERS)
+        cfg: Any = self.run.cfg
+        encoder = _encoder("text_encoder", cfg.text_encoder, TEXT_ENCODERS)
         if not isinstance(encoder, FrozenEncoder):
             return Traced()
 
         text_encoder: Any = encoder
+        # Prompts and negative prompts are encoded together; without these, a text is encoded once.
+        count = self.spec.batch_size * (1 + (cfg.negative_prompt is not None))
         with torch.device("meta"):
             ids = torch.zeros(count, text_encoder.max_length, dtype=torch.int64)
-        with _counting(self.device) as live:
+        with _counting(self.run.device) as live:
             text_encoder.features(ids, torch.ones_like(ids))
         whole = weight_bytes(encoder)
         layers = [weight_bytes(layer) for layer in encoder.streamed_layers]
         return Traced(whole, whole - sum(layers) + max(layers, default=0), live.peak)
 
-    def _trace_vae(self, config: dict[str, Any], loop: int) -> Traced:
-        vae = _encoder("vae", config, LATENT_ENCODERS)
+    def vae(self, cfg: InferenceConfig) -> Traced:
+        """Of the autoencoder, when it decodes its largest piece."""
+        frames = cfg.vae.get(FRAMES_AT_ONCE.get(cfg.vae["type"], ""))
+        if frames not in self._vaes:
+            self._vaes[frames] = self._trace_vae(cfg)
+        return self._vaes[frames]
+
+    def _trace_vae(self, cfg: InferenceConfig) -> Traced:
+        vae = _encoder("vae", cfg.vae, LATENT_ENCODERS)
         if vae is None:
             return Traced()
 
@@ -267,25 +217,19 @@ class EncoderTracer:
         latents = torch.zeros(spec.batch_size, vae.channels, *size, device="meta")
         pieces = decoded_pieces(vae, spec.num_frames, size[0])
         largest = max(pieces, key=lambda piece: piece.frames.stop - piece.frames.start)
-        with _counting(self.device) as live:
-            _decode(vae, latents[:1, :, largest.latents], largest.frames, spec.image_size)
+        frames, (height, width) = largest.frames.stop - largest.frames.start, spec.image_size
+        with _counting(self.run.device) as live:
+            # As sampling makes the frames of one piece.
+            video = vae.decode(latents[:1, :, largest.latents], num_frames=frames)[0]
+            quantized(video[:, :, :height, :width])
         weights = weight_bytes(vae) if isinstance(vae, FrozenEncoder) else 0
-        return Traced(weights, weights, live.peak + loop * latents.nbytes)
+        return Traced(weights, weights, live.peak + cfg.loop * latents.nbytes)
 
 
-def _decode(vae: Any, latents: Tensor, frames: slice, size: tuple[int, int]) -> Tensor:
-    """The frames of one piece, as sampling makes them, on the device."""
-    video = vae.decode(latents, num_frames=frames.stop - frames.start)[0]
-    return quantized(video[:, :, : size[0], : size[1]])
-
-
-def _keys_and_values(cfg: InferenceConfig, spec: BatchSpec) -> int:
+def _keys_and_values(run: RunEstimator, spec: BatchSpec) -> int:
     """Bytes that sampling keeps of the text for all steps: tokens, keys and values of each
     block, for prompts of the greatest length and their guidance.
     """
-    process = build_component(cfg.scheduler, SCHEDULERS)
-    copies = predictions_per_step(process, by_frames=cfg.cond_type is not None)
-    model = cfg.model_spec.config
-    tokens = copies * spec.batch_size * model.model_max_length
-    numbers_of_token = model.hidden_size * (1 + 2 * model.num_blocks)
-    return int(tokens * numbers_of_token * DTYPES[cfg.precision].itemsize)
+    tokens = run.predictions * spec.batch_size * run.config.model_max_length
+    numbers_of_token = run.config.hidden_size * (1 + 2 * run.config.num_blocks)
+    return int(tokens * numbers_of_token * run.dtype.itemsize)

@@ -22,7 +22,6 @@ from torch import nn
 from opensora_sp.config.sections import Lora
 from opensora_sp.models.base import ConditionedModel, PassCounts
 from opensora_sp.models.layers import CrossAttention, PatchEmbed3D
-from opensora_sp.models.registry import model_class
 from opensora_sp.models.stdit_config import SharedConfig
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CostModel, attention_flops, block_flops
@@ -41,15 +40,23 @@ FROZEN_STEP = 2  # without gradients of weights
 class ModelFlops:
     """FLOPs of a forward pass for each token, each text token, and each pair of the two.
 
-    ``frozen_per_token`` and ``frozen_per_text_token`` count layers that are not trained.
+    ``frozen_per_token`` and ``frozen_per_text_token`` count layers that are not trained,
+    ``forward_counts`` and ``backward_counts`` the rest of a pass.
     """
 
     config: SharedConfig
     per_token: float
     per_text_token: float
     per_pair: float
-    frozen_per_token: float = 0.0
-    frozen_per_text_token: float = 0.0
+    frozen_per_token: float
+    frozen_per_text_token: float
+    forward_counts: PassCounts
+    backward_counts: PassCounts
+
+    @classmethod
+    def planned(cls, name: str, config: Any, lora: Lora | None = None) -> ModelFlops:
+        """Of a model's registered name and whole configuration, with its trained adapters."""
+        return cls.of(meta_model(name, config, torch.bfloat16, lora))
 
     @classmethod
     def of(cls, model: ConditionedModel) -> ModelFlops:
@@ -72,7 +79,8 @@ class ModelFlops:
                     text[is_frozen] += products
                 elif part in model.token_parts and TEXT_ONLY not in parts:
                     tokens[is_frozen] += products
-        return cls(model.config, sum(tokens), sum(text), pairs, tokens[1], text[1])
+        totals = sum(tokens), sum(text), pairs, tokens[1], text[1]
+        return cls(model.config, *totals, *model.pass_counts)
 
     def forward(self, latents: tuple[int, ...], text_tokens: float) -> float:
         """FLOPs of a forward pass.
@@ -132,28 +140,12 @@ OF_SPATIAL_BLOCKS = 0.5
 EXCHANGE_ACTIVATIONS, EXCHANGE_OPERATORS = 4, 3
 
 
-@dataclass(frozen=True)
-class ModelCosts:
-    """A model's work: products for each token, and the rest of its passes."""
-
-    flops: ModelFlops
-    text_length: int
-    forward: PassCounts
-    backward: PassCounts
-
-    @classmethod
-    def of(cls, name: str, config: Any, lora: Lora | None = None) -> ModelCosts:
-        """Of a model's registered name and whole configuration, with its trained adapters."""
-        flops = ModelFlops.of(meta_model(name, config, torch.bfloat16, lora))
-        return cls(flops, config.model_max_length, *model_class(name).pass_counts)
-
-
 def seconds_of(
     shape: BatchShape,
     options: Options,
     ranks: int,
     *,
-    model: ModelCosts,
+    model: ModelFlops,
     element_size: int,
     recomputed: float = 0.0,
     training: bool = True,
@@ -174,14 +166,14 @@ def seconds_of(
         ValueError: if no strategy applies to the shape.
     """
     pass_of = _Pass(shape, options, ranks, model, element_size)
-    forward = pass_of.compute(model.forward) + pass_of.exchanges()
+    forward = pass_of.compute(model.forward_counts) + pass_of.exchanges()
     if not training:
         return forward
 
-    repeated = recomputed * pass_of.compute(model.forward)
+    repeated = recomputed * pass_of.compute(model.forward_counts)
     if pass_of.strategy.resends(options):
         repeated += recomputed * pass_of.exchanges()
-    backward = pass_of.compute(model.backward, backward=True) + pass_of.exchanges()
+    backward = pass_of.compute(model.backward_counts, backward=True) + pass_of.exchanges()
     return forward + repeated + backward
 
 
@@ -189,12 +181,11 @@ class _Pass:
     """Seconds of the parts of one pass on the busiest rank."""
 
     def __init__(
-        self, shape: BatchShape, options: Options, ranks: int, model: ModelCosts, element_size: int
+        self, shape: BatchShape, options: Options, ranks: int, model: ModelFlops, element_size: int
     ) -> None:
         self.shape, self.options, self.ranks = shape, options, ranks
         self.model, self.element_size = model, element_size
         self.rates: CostModel = options.cost_model
-        self.link = options.link
         self.strategy: type[Strategy] = strategy_for(shape, options, ranks)
 
         # Blocks wait for the exchange before them, so each takes as long as on its busiest rank.
@@ -232,13 +223,13 @@ class _Pass:
         sent = sum(exchange.estimate(self.shape, self.ranks) for exchange in exchanges)
         packed = EXCHANGE_ACTIVATIONS * sent / self.rates.memory_bandwidth
         operators = EXCHANGE_OPERATORS * calls
-        return self.link.seconds(sent, calls) + self.rates.with_launches(packed, operators)
+        return self.options.link.seconds(sent, calls) + self.rates.with_launches(packed, operators)
 
     def _products(self, backward: bool) -> float:
         """FLOPs of a forward pass outside of attention; of a backward pass of gradients of
         inputs and, in layers that are trained, of weights.
         """
-        flops, passes = self.model.flops, 2 if backward else 1
+        flops, passes = self.model, 2 if backward else 1
         per_token = passes * flops.per_token - backward * flops.frozen_per_token
         per_text_token = passes * flops.per_text_token - backward * flops.frozen_per_text_token
         if self.are_images:
@@ -246,7 +237,7 @@ class _Pass:
 
         # A rank projects the text of the samples of which it holds tokens.
         samples = -(-self.shape.num_samples // self.ranks)
-        text = samples * self.model.text_length
+        text = samples * flops.config.model_max_length
         return per_token * self.tokens + per_text_token * text
 
     def _self_attention(self, backward: bool) -> float:
@@ -272,8 +263,8 @@ class _Pass:
 
     def _cross_attention(self, backward: bool) -> float:
         """Seconds of all attention of tokens to text."""
-        shape, layers = self.shape, self.model.flops.per_pair / (4.0 * self.shape.width)
+        shape, layers = self.shape, self.model.per_pair / (4.0 * self.shape.width)
         queries = max(1, round(self.tokens / shape.num_samples))
         rows, width = layers * shape.num_samples * shape.heads, shape.width // shape.heads
-        text = self.model.text_length
+        text = self.model.config.model_max_length
         return self.rates.attention(rows, queries, text, width, backward=backward)

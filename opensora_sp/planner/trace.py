@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from opensora_sp.config.sections import Lora
 from opensora_sp.diffusion import rank_loss, velocity_loss
@@ -99,7 +98,7 @@ def trace_activations(
         first=peak + workspaces - DEPTH * pair,
         pair=pair,
         inputs=inputs + workspaces,
-        largest=getattr(live, "largest", 0),
+        largest=live.largest,
     )
 
 
@@ -143,7 +142,7 @@ def run_step(
     for parameter in model.parameters():
         parameter.requires_grad_(training and parameter.requires_grad)
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
     inputs = step_inputs(model, latents, device, num_frames=num_frames)
     target = torch.zeros(latents, device=device) if training else None
@@ -155,10 +154,6 @@ def run_step(
         loss = rank_loss(velocity_loss(output, target), global_samples=latents[0], world_size=ranks)
         loss.backward()
     yield "pass"
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def step_inputs(

@@ -96,8 +96,3 @@ def communicators(world_size: int, ranks_per_node: int) -> list[int]:
         peers = [min(group.size, ranks_per_node) - 1 for group in groups_with(rank, family)]
         by_rank.append([round(number * BYTES_OF_PEER) for number in peers if number > 0])
     return max(by_rank, key=sum)
-
-
-def gpus_of_node(num_gpus: int, gpus_per_node: int | None) -> int:
-    """The number of GPUs on each node; where it is not known 8, or all if they are fewer."""
-    return gpus_per_node or min(num_gpus, GPUS_OF_NODE)

@@ -7,17 +7,22 @@ the plugin relies on is imported here; ``check_colossalai`` refuses other versio
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-import peft  # noqa: F401  it asks whether bitsandbytes is there, and must not find the empty one
-
 from opensora_sp.common.importing import check_colossalai
 
 check_colossalai()
+# torchao, which peft imports, registers enums in a way of which torch warns.
+pytree = logging.getLogger("torch.utils._pytree")
+pytree.setLevel(logging.ERROR)
+import peft  # noqa: E402, F401  it looks for bitsandbytes, and must not find the empty one
+
+pytree.setLevel(logging.NOTSET)
 
 # Modules that ColossalAI imports for optimizers in 8 bits and of low rank, and the names it takes
 # from them. No run has these optimizers, and bitsandbytes alone has 125 MB.

@@ -18,22 +18,19 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from opensora_sp.checkpoint import (
-    FileSystem,
-    NamedShards,
-    Part,
-    SaveJob,
-    Saver,
+from opensora_sp.checkpoint.checkpoint_folder import to_json
+from opensora_sp.checkpoint.filesystem import FileSystem
+from opensora_sp.checkpoint.reader import Weights, open_weights
+from opensora_sp.checkpoint.state_dict import check_names
+from opensora_sp.checkpoint.tensor_file import (
+    ShardIndex,
     Spec,
     TensorFile,
-    Weights,
-    check_names,
-    load_model,
-    on_rank_0,
-    open_weights,
+    is_index,
+    is_safetensors,
 )
-from opensora_sp.checkpoint.checkpoint_folder import to_json
-from opensora_sp.checkpoint.tensor_file import ShardIndex, is_index, is_safetensors
+from opensora_sp.checkpoint.writer import Part, SaveJob, Saver, on_rank_0
+from opensora_sp.checkpoint.zero_shards import NamedShards, load_model
 from opensora_sp.common.files import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from opensora_sp.checkpoint import NamedShards
+from opensora_sp.checkpoint.zero_shards import NamedShards
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.agreement import check_same_model
 from opensora_sp.parallel.mesh import SequenceSize

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.checkpoint import NamedShards
+from opensora_sp.checkpoint.zero_shards import NamedShards
 from opensora_sp.parallel.communication import communicating
 
 from ._colossalai import LowLevelZeroOptimizer, get_accelerator

@@ -227,7 +227,9 @@ class Rendezvous:
         while error is None and len(joined) < self.launch.world_size:
             info = self._next_rank(joined)
             if info is None:
-                error = self._missing(self._absent(joined), {rank.host for rank in joined})
+                present = {rank.rank for rank in joined}
+                absent = [rank for rank in range(self.launch.world_size) if rank not in present]
+                error = self._missing(absent, {rank.host for rank in joined})
             else:
                 joined.append(info)
                 error = find_conflict(joined)
@@ -305,9 +307,6 @@ class Rendezvous:
         if self.launch.agent_store or self.launch.hosts_store:
             world_size = self.launch.world_size
             wait_until(lambda: self.store.add("know", 0) >= world_size, EXIT_TIMEOUT)
-
-    def _absent(self, joined: list[RankInfo]) -> list[int]:
-        return sorted(set(range(self.launch.world_size)) - {info.rank for info in joined})
 
     def _foreign(self, number: int) -> str:
         return (

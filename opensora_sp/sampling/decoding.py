@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.data import to_frames
+from opensora_sp.data.transforms import to_frames
 from opensora_sp.encoders.interface import Piece, decoded_pieces, frames_of
 from opensora_sp.parallel import SequenceMesh
 

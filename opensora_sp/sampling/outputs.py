@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from opensora_sp.checkpoint import Adapters, weight_files
+from opensora_sp.checkpoint.adapters import Adapters
 from opensora_sp.checkpoint.filesystem import sha256
+from opensora_sp.checkpoint.paths import weight_files
 from opensora_sp.common.console import RANK_LOCAL
 from opensora_sp.common.files import read_json
 from opensora_sp.config import InferenceConfig

@@ -15,21 +15,16 @@ from torch import Tensor, nn
 
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.data import read_frames, to_clip
-from opensora_sp.diffusion import (
-    ConditioningFrames,
-    DiffusionProcess,
-    OnStep,
-    predictions_per_step,
-    size_conditions,
-)
+from opensora_sp.data.transforms import to_clip
+from opensora_sp.data.video import read_frames
 from opensora_sp.diffusion.cached_steps import (
     CachedPrediction,
     SamplingStep,
     describe_steps,
     sampling_steps,
 )
-from opensora_sp.diffusion.guidance import unguided
+from opensora_sp.diffusion.guidance import ConditioningFrames, predictions_per_step, unguided
+from opensora_sp.diffusion.process import DiffusionProcess, OnStep, size_conditions
 from opensora_sp.encoders import planned_whole_frames
 from opensora_sp.models import Text
 from opensora_sp.models.block_cache import BlockCache

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.diffusion import predictions_per_step
+from opensora_sp.diffusion.guidance import predictions_per_step
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100, CostModel
@@ -103,11 +103,11 @@ def _seconds_by_shape(
 ) -> Callable[[Batch], float]:
     """Predicts a forward pass of a batch on one of the groups of so many ranks."""
     # Once the config is checked, so that errors come without the time to import the planner.
-    from opensora_sp.planner.seconds import ModelCosts, seconds_of
+    from opensora_sp.planner.seconds import ModelFlops, seconds_of
 
     spec = cfg.model_spec
     options = replace(cfg.parallel_options(cost_model), spans_nodes=spans_nodes)
-    model = ModelCosts.of(spec.name, spec.config)
+    model = ModelFlops.planned(spec.name, spec.config)
     process = build_component(cfg.scheduler, SCHEDULERS)
     copies = predictions_per_step(process, by_frames=cfg.cond_type is not None)
 

@@ -15,7 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from opensora_sp.common.files import or_shipped, parse_json, read_small_file
-from opensora_sp.config import InferenceConfig, PromptOptions, explain
+from opensora_sp.config import InferenceConfig
+from opensora_sp.config.draft import explain
+from opensora_sp.config.sections import PromptOptions
 
 from .reference_frames import Insertion, parse_mask_strategy
 

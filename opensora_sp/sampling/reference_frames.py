@@ -20,7 +20,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from opensora_sp.diffusion import ConditioningFrames
+from opensora_sp.diffusion.guidance import ConditioningFrames
 
 
 @dataclass(frozen=True)

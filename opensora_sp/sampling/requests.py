@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from opensora_sp.config import InferenceConfig, PromptOptions, build_component
+from opensora_sp.config import InferenceConfig, build_component
 from opensora_sp.config.components import SCHEDULERS
-from opensora_sp.data import Limits
+from opensora_sp.config.sections import PromptOptions
+from opensora_sp.data.limits import Limits
 from opensora_sp.data.randomness import normal
 from opensora_sp.data.resolutions import SIZES
 from opensora_sp.data.video import UNREADABLE, Probed, probe
@@ -233,9 +234,7 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
     """
     # Each file is read once, and each warning is logged once.
     probe_once, warn_once = functools.cache(probe_reference), functools.cache(_warn_of_size)
-    # A part that loops share may have any length, also one that the statistics do not fit.
-    vae = cfg.vae | ({"normalization": None} if "normalization" in cfg.vae else {})
-    latent_size = functools.partial(planned_latent_size, vae)
+    latent_size = functools.partial(planned_latent_size, cfg.vae)
 
     for request in requests:
         frames = latent_frames(cfg, request)

@@ -12,29 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.checkpoint import (
+from opensora_sp.checkpoint import find_weights, verify
+from opensora_sp.checkpoint.adapters import (
     Adapters,
     check_adapters,
-    check_encoders,
-    check_model_config,
-    find_weights,
-    fitted,
-    on_rank_0,
+    merged,
     open_adapters,
-    open_weights,
-    saved_config,
-    verify,
+    warn_of_other_base,
 )
-from opensora_sp.checkpoint.adapters import merged, warn_of_other_base
+from opensora_sp.checkpoint.model_config import check_encoders, check_model_config
 from opensora_sp.checkpoint.pretrained import fill
+from opensora_sp.checkpoint.reader import open_weights, saved_config
+from opensora_sp.checkpoint.state_dict import fitted
+from opensora_sp.checkpoint.writer import on_rank_0
 from opensora_sp.common.console import LOGGER
 from opensora_sp.common.files import check_writable
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import (
-    InferenceConfig,
-    build_component,
-    check_launch,
-)
+from opensora_sp.config import InferenceConfig, build_component
+from opensora_sp.config.launch_checks import check_launch
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS, check_packages
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.compile import compile_blocks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from opensora_sp.checkpoint import on_rank_0
-from opensora_sp.data import to_frames
+from opensora_sp.checkpoint.writer import on_rank_0
+from opensora_sp.data.transforms import to_frames
 from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group

@@ -27,31 +27,30 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_sp.checkpoint import (
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.adapters import ADAPTER_WEIGHTS, name_on_disk, open_adapters
+from opensora_sp.checkpoint.checkpoint_folder import (
+    FORMAT,
     CheckpointFolder,
     DamagedCheckpointError,
-    NamedShards,
-    Part,
-    SaveJob,
-    Saver,
-    Weights,
-    check_names,
+    read_commit,
+    set_aside,
+    to_json,
+)
+from opensora_sp.checkpoint.hub import describe_missing
+from opensora_sp.checkpoint.model_config import model_config_json
+from opensora_sp.checkpoint.paths import (
+    all_checkpoints,
     checkpoint_name,
     checkpoint_step,
     committed_checkpoints,
-    fitted,
-    load_model,
+    had_checkpoints,
     newest_checkpoint,
-    on_rank_0,
-    open_adapters,
-    open_weights,
-    verify,
 )
-from opensora_sp.checkpoint.adapters import ADAPTER_WEIGHTS, name_on_disk
-from opensora_sp.checkpoint.checkpoint_folder import FORMAT, read_commit, set_aside, to_json
-from opensora_sp.checkpoint.hub import describe_missing
-from opensora_sp.checkpoint.model_config import model_config_json
-from opensora_sp.checkpoint.paths import all_checkpoints, had_checkpoints
+from opensora_sp.checkpoint.reader import Weights, open_weights
+from opensora_sp.checkpoint.state_dict import check_names, fitted
+from opensora_sp.checkpoint.writer import Part, SaveJob, Saver, on_rank_0
+from opensora_sp.checkpoint.zero_shards import NamedShards, load_model
 from opensora_sp.common.files import read_json
 from opensora_sp.models.base import ConditionedModel
 

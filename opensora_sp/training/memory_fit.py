@@ -22,11 +22,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from opensora_sp.checkpoint import on_rank_0
+from opensora_sp.checkpoint.writer import on_rank_0
 from opensora_sp.common.files import read_json
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import BatchPlan, BucketPlan
+from opensora_sp.data.bucket_plan import BucketPlan
 from opensora_sp.data.buckets import Buckets, batch_sizes_of
+from opensora_sp.data.sampler import BatchPlan
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.kernels.fused import current_kernels
 from opensora_sp.parallel import Options, SequenceMesh

@@ -5,10 +5,8 @@ None of them ends a run. What cannot be written is logged once, and the run cont
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from opensora_sp.checkpoint import FileSystem
+from opensora_sp.checkpoint.filesystem import FileSystem
 from opensora_sp.checkpoint.paths import LOG
 from opensora_sp.common.console import LOGGER, add_log_handler
 from opensora_sp.common.files import parse_json, read_json, read_small_file
@@ -186,22 +184,9 @@ class Reporter:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append a line of JSON, or none of it.
-
-    Raises:
-        OSError: with the file as it was before.
-    """
-    text = json.dumps(line).encode() + b"\n"
-    with path.open("ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        try:
-            # A disk that becomes full takes a part of it without an error.
-            if file.write(text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        except OSError:
-            with suppress(OSError):
-                file.truncate(end)
-            raise
+    """Append a line of JSON."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def drop_after(step: int, path: Path) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from opensora_sp.checkpoint import check_model_config, fitted
+from opensora_sp.checkpoint.model_config import check_model_config
 from opensora_sp.checkpoint.paths import had_checkpoints
+from opensora_sp.checkpoint.state_dict import fitted
 from opensora_sp.common.files import check_writable, read_json
-from opensora_sp.config import TrainConfig, check_launch
+from opensora_sp.config import TrainConfig
+from opensora_sp.config.launch_checks import check_launch
 from opensora_sp.config.sections import Lora
-from opensora_sp.data import BatchPlan, CachedFeatures
+from opensora_sp.data.cache import CachedFeatures
+from opensora_sp.data.sampler import BatchPlan
 from opensora_sp.encoders import check_packages
 from opensora_sp.evaluation.heldout import heldout_clips
 from opensora_sp.features.build import (

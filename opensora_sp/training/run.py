@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from opensora_sp.checkpoint import on_rank_0
+from opensora_sp.checkpoint.writer import on_rank_0
 from opensora_sp.common.console import exit_interrupted
 from opensora_sp.common.importing import check_colossalai
 from opensora_sp.config import TrainConfig, dump_config

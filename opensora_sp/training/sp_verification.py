@@ -16,6 +16,7 @@ from opensora_sp.config import TrainConfig
 from opensora_sp.encoders import planned_latent_size
 from opensora_sp.models.extra_inputs import extra_shapes
 from opensora_sp.models.lora import add_lora, targets_of_any_block
+from opensora_sp.models.quantized import quantize_blocks
 from opensora_sp.parallel import Options, SequenceMesh, parallelize, shutdown_process_group
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import H100
@@ -128,6 +129,10 @@ def small_model(cfg: TrainConfig, depth: int, shape: LatentShape) -> nn.Module:
         with torch.device("meta"):
             # The small model may lack blocks that the config names.
             targets = targets_of_any_block(spec.build(), cfg.lora.targets)
+        if cfg.lora.quantize is not None:
+            # torchao takes no float64; a cast leaves the int8 weights and their scales.
+            quantize_blocks(model.float())
+            model.double()
         add_lora(model, **{**cfg.lora.layer_options, "targets": targets})
         fill_zero_parameters(model, std=0.02)
     # "auto" may recompute as much.

@@ -20,7 +20,8 @@ from torch.profiler import record_function
 from opensora_sp.common.tensors import ToHost
 from opensora_sp.config import TrainConfig
 from opensora_sp.data.loader import LoadedBatch, StepBatches
-from opensora_sp.diffusion import rank_loss, samples_of_mean
+from opensora_sp.diffusion import rank_loss
+from opensora_sp.diffusion.loss import samples_of_mean
 from opensora_sp.features.batch import Batch, BatchMaker, DrawConfig
 from opensora_sp.features.sharded import ShardedEncoder
 from opensora_sp.runtime.watchdog import Watchdog

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import MicroBatch, StepLoader
+from opensora_sp.data.loader import StepLoader
+from opensora_sp.data.sampler import MicroBatch
 from opensora_sp.features.batch import Batch
 from opensora_sp.features.build import Work
 from opensora_sp.features.corrupt_samples import CorruptSamples

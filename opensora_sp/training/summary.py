@@ -17,11 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from opensora_sp.checkpoint import find_weights, newest_checkpoint
+from opensora_sp.checkpoint import find_weights
+from opensora_sp.checkpoint.paths import newest_checkpoint
 from opensora_sp.config import InferenceConfig, TrainConfig, dump_config
 from opensora_sp.config.common import Common
 from opensora_sp.config.sections import Validation
-from opensora_sp.data import BatchPlan, Manifest
+from opensora_sp.data.manifest import Manifest
+from opensora_sp.data.sampler import BatchPlan
 from opensora_sp.features.build import TrainingSet
 from opensora_sp.features.corrupt_samples import CorruptSamples
 from opensora_sp.parallel import CommLedger, SequenceMesh

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_sp.checkpoint import NamedShards
+from opensora_sp.checkpoint.zero_shards import NamedShards
 from opensora_sp.models.quantized import stored_tensors
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.parallel.rank_groups import RankGroup

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from opensora_sp.checkpoint import FileSystem
+from opensora_sp.checkpoint.filesystem import FileSystem
 from opensora_sp.common.files import read_small_file
 from opensora_sp.common.importing import check_extra, is_installed
 from opensora_sp.config import TrainConfig

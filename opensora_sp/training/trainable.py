@@ -19,17 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_sp.checkpoint import (
+from opensora_sp.checkpoint.adapters import (
+    AdapterKind,
     Adapters,
-    Weights,
+    Base,
+    adapter_files,
+    base_digest,
     check_adapters,
-    fitted,
-    load_model,
-    on_rank_0,
     open_adapters,
-    open_weights,
 )
-from opensora_sp.checkpoint.adapters import AdapterKind, Base, adapter_files, base_digest
+from opensora_sp.checkpoint.reader import Weights, open_weights
+from opensora_sp.checkpoint.state_dict import fitted
+from opensora_sp.checkpoint.writer import on_rank_0
+from opensora_sp.checkpoint.zero_shards import load_model
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.optimizer_options import Optimizer
@@ -37,8 +39,7 @@ from opensora_sp.config.sections import Lora
 from opensora_sp.data.randomness import generator
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.models.feature_dropout import FeatureDropout
-from opensora_sp.models.lora import add_lora, target_layers
-from opensora_sp.models.name_patterns import chosen, matches
+from opensora_sp.models.lora import add_lora, chosen, matches, target_layers
 from opensora_sp.models.quantized import quantize_blocks
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_sp.checkpoint import NamedShards, check_encoders, fitted, load_model
+from opensora_sp.checkpoint.model_config import check_encoders
+from opensora_sp.checkpoint.state_dict import fitted
+from opensora_sp.checkpoint.zero_shards import NamedShards, load_model
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import ReplicaBatches, ScheduledBatches, StepLoader
-from opensora_sp.data.sampler import RankBatches
+from opensora_sp.data.loader import StepLoader
+from opensora_sp.data.sampler import RankBatches, ReplicaBatches
+from opensora_sp.data.schedule import ScheduledBatches
 from opensora_sp.device_verification import choose_attention, choose_kernels
 from opensora_sp.features.batch import BatchMaker, DrawConfig
 from opensora_sp.features.build import (

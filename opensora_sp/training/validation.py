@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_sp.checkpoint import NamedShards, checkpoint_name
+from opensora_sp.checkpoint.paths import checkpoint_name
+from opensora_sp.checkpoint.zero_shards import NamedShards
 from opensora_sp.config import TrainConfig
-from opensora_sp.data import VideoTextDataset
+from opensora_sp.data.dataset import VideoTextDataset
 from opensora_sp.evaluation.heldout import HeldoutLoss, heldout_clips, none_readable
 from opensora_sp.features.batch import BatchMaker
 from opensora_sp.features.sources import Encoders

@@ -10,8 +10,9 @@ from html import escape
 from itertools import chain
 from pathlib import Path
 
-from opensora_sp.data import Assigned, ClipShape, MicroBatch
-from opensora_sp.data.schedule import busy_seconds, schedule
+from opensora_sp.data.dataset import ClipShape
+from opensora_sp.data.sampler import MicroBatch
+from opensora_sp.data.schedule import Assigned, busy_seconds, schedule
 from opensora_sp.parallel.layout import balanced_range, balanced_sizes
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, nested_groups
 

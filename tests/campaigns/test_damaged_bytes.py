@@ -26,7 +26,8 @@ from ranks import run_ranks
 from runs import write_training
 
 from campaigns.case import Case, with_sample
-from opensora_sp.checkpoint import checkpoint_name, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import checkpoint_name
 from opensora_sp.config import load_train_config
 from opensora_sp.training.checkpointing import choose_checkpoint, find_checkpoint
 

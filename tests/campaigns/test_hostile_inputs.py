@@ -36,23 +36,17 @@ from runs import ROOT
 from safetensors.torch import save_file
 
 from campaigns.case import Case, with_sample
-from opensora_sp.checkpoint import from_pretrained, open_weights, write_model_config
+from opensora_sp.checkpoint import from_pretrained
 from opensora_sp.checkpoint.checkpoint_folder import FORMAT, _commit_text, to_json
+from opensora_sp.checkpoint.model_config import write_model_config
+from opensora_sp.checkpoint.reader import open_weights
 from opensora_sp.config import InferenceConfig, load_inference_config, load_train_config
-from opensora_sp.data import (
-    CachedFeatures,
-    ClipShape,
-    Limits,
-    Manifest,
-    Sample,
-    VideoTextDataset,
-    index_files,
-    read_frames,
-    read_video,
-)
-from opensora_sp.data.cache import CachedClip, shard_content
-from opensora_sp.data.limits import Budget
-from opensora_sp.data.video import count_frames, probe
+from opensora_sp.data.cache import CachedClip, CachedFeatures, shard_content
+from opensora_sp.data.dataset import ClipShape, Sample, VideoTextDataset
+from opensora_sp.data.index import index_files
+from opensora_sp.data.limits import Budget, Limits
+from opensora_sp.data.manifest import Manifest
+from opensora_sp.data.video import count_frames, probe, read_frames, read_video
 from opensora_sp.models import build_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
@@ -698,9 +692,3 @@ def test_hostile_input_does_nothing(case: Case, tmp_path: Path, outside: Outside
             failures.append(str(error)[:800])
     assert not failures, "\n\n".join([f"{len(failures)} of {len(seeds)}:", *failures])
     assert content(outside.folder) == before
-
-
-# Readers without precautions, which the guard must notice.
-
-
-FOLLOW = {"format": "concat", "container_options": {"safe": "0"}}

@@ -18,15 +18,9 @@ from cuda_stub import phase, requires_stub, run_on_stub
 from stream_checker import StreamChecker
 
 from opensora_sp.common.tensors import copied_ahead, map_tensors
-from opensora_sp.data import (
-    Clip,
-    ClipShape,
-    MicroBatchPlan,
-    ReadRequest,
-    ReplicaBatches,
-    Sample,
-    StepLoader,
-)
+from opensora_sp.data.dataset import Clip, ClipShape, Sample
+from opensora_sp.data.loader import StepLoader
+from opensora_sp.data.sampler import MicroBatchPlan, ReadRequest, ReplicaBatches
 from opensora_sp.features.batch import DrawConfig
 
 pytestmark = requires_stub

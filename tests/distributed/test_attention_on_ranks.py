@@ -58,7 +58,7 @@ def chosen_on_rank(fault: str) -> tuple[str, list[str]]:
     model = build_model("STDiT3", hidden_size=16, depth=1, num_heads=2, model_max_length=6)
     choose_attention(None, model, dtype=torch.bfloat16, device=CUDA)
     spatial = Sequences(torch.bfloat16, 8, "spatial", 256)
-    return choose_backends("auto", {"spatial": spatial}, CUDA).spatial.name, warnings
+    return choose_backends("auto", {"spatial": spatial}, CUDA)["spatial"].name, warnings
 
 
 @pytest.mark.parametrize("fault", ["value", "error", "missing"])

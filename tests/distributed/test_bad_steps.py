@@ -20,7 +20,7 @@ from polling import wait_until
 from ranks import run_ranks
 from runs import write_training
 
-from opensora_sp.checkpoint import committed_checkpoints
+from opensora_sp.checkpoint.paths import committed_checkpoints
 from opensora_sp.config import load_train_config
 from opensora_sp.runtime.watchdog import Watchdog
 

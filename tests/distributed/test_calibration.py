@@ -19,7 +19,7 @@ from opensora_sp.parallel import Options
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CPU
 from opensora_sp.planner.calibration import calibrate
-from opensora_sp.planner.seconds import ModelCosts, seconds_of
+from opensora_sp.planner.seconds import ModelFlops, seconds_of
 from opensora_sp.planner.trace import step_inputs
 from opensora_sp.runtime.cost_models import read_cost_model
 
@@ -69,7 +69,7 @@ def test_ratios_of_buckets_are_those_measured():
     torch.set_num_threads(1)
     try:
         config, model = small_model()
-        rates, costs = calibrate(torch.device("cpu")), ModelCosts.of("STDiT3", config)
+        rates, costs = calibrate(torch.device("cpu")), ModelFlops.planned("STDiT3", config)
         found = measured(model, repeats=3)
     finally:
         torch.set_num_threads(threads)

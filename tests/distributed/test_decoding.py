@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from opensora_sp.encoders import PatchPoolVAE
+from opensora_sp.encoders.standins import PatchPoolVAE
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.sampling.decoding import Unit, collected, decode, turns

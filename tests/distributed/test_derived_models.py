@@ -22,13 +22,10 @@ from parity_cases import assert_one_process_result, make_inputs, make_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import (
-    fitted,
-    from_pretrained,
-    load_model,
-    open_weights,
-    save_pretrained,
-)
+from opensora_sp.checkpoint import from_pretrained, save_pretrained
+from opensora_sp.checkpoint.reader import open_weights
+from opensora_sp.checkpoint.state_dict import fitted
+from opensora_sp.checkpoint.zero_shards import load_model
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import STDiT3

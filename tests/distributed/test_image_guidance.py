@@ -14,7 +14,9 @@ from parity_cases import make_inputs, make_model
 from ranks import run_ranks
 from window_cases import WindowCase
 
-from opensora_sp.diffusion import ConditioningFrames, Noised, RectifiedFlow, rank_loss
+from opensora_sp.diffusion import RectifiedFlow, rank_loss
+from opensora_sp.diffusion.guidance import ConditioningFrames
+from opensora_sp.diffusion.process import Noised
 from opensora_sp.parallel import SequenceMesh, parallelize
 
 pytestmark = pytest.mark.core

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from worlds import in_worlds
 
-from opensora_sp.checkpoint import committed_checkpoints, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import committed_checkpoints
 from opensora_sp.config import load_train_config
 from opensora_sp.diffusion import rank_loss, velocity_loss
 from opensora_sp.models import compile_blocks

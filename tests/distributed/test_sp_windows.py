@@ -16,7 +16,7 @@ from window_cases import MIXED, Sizes, WindowCase
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh
-from opensora_sp.parallel.strategies import few_units, heads
+from opensora_sp.parallel.strategies import heads
 
 pytestmark = pytest.mark.core
 EVERYTHING = dict(mask=True, x_mask=True, drop_caption=True, drop_path=True)
@@ -96,8 +96,8 @@ def check_other_ways(case: WindowCase, mesh: SequenceMesh) -> None:
 
 
 def compare_on_ranks(sp_sizes: list[int]) -> None:
-    cheap = few_units.FewUnitsCosts(whole=1.0, heads=0.0)
-    few_units.few_units_costs = heads.few_units_costs = lambda *_, **__: cheap
+    cheap = heads.FewUnitsCosts(whole=1.0, heads=0.0)
+    heads.few_units_costs = lambda *_, **__: cheap
     for sp_size in sp_sizes:
         mesh = SequenceMesh(sp_size=sp_size)
         for case in CASES:

@@ -19,21 +19,18 @@ import torch.distributed as dist
 from ranks import run_ranks, warm_context
 from safetensors.torch import load_file, save_file
 
-from opensora_sp.checkpoint import (
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.checkpoint_folder import (
     CheckpointFolder,
     DamagedCheckpointError,
-    FileSystem,
-    Part,
-    SaveJob,
-    Saver,
-    Spec,
-    TensorFile,
-    checkpoint_name,
-    committed_checkpoints,
-    newest_checkpoint,
-    verify,
+    _commit_text,
+    set_aside,
+    to_json,
 )
-from opensora_sp.checkpoint.checkpoint_folder import _commit_text, set_aside, to_json
+from opensora_sp.checkpoint.filesystem import FileSystem
+from opensora_sp.checkpoint.paths import checkpoint_name, committed_checkpoints, newest_checkpoint
+from opensora_sp.checkpoint.tensor_file import Spec, TensorFile
+from opensora_sp.checkpoint.writer import Part, SaveJob, Saver
 from opensora_sp.planner.live_peak import LivePeak
 
 

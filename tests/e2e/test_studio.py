@@ -30,7 +30,7 @@ from PIL import Image
 from runs import ROOT, write_random_model
 from studio_runs import log_step, write_run
 
-from opensora_sp.data import read_video
+from opensora_sp.data.video import read_video
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")]

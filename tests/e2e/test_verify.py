@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from runs import ROOT
 
 from opensora_sp.cli import main, verify
 from opensora_sp.config import load_train_config
+from opensora_sp.models.quantized import Int8Linear
 from opensora_sp.parallel.parity import Verdict
 from opensora_sp.parallel.strategies import SwitchRows
-from opensora_sp.training.sp_verification import config_strategy, small_shape
+from opensora_sp.training.sp_verification import (
+    config_strategy,
+    small_batch,
+    small_model,
+    small_shape,
+)
 
 DEMO = ROOT / "configs/demo/train.py"
 
@@ -39,20 +46,26 @@ def test_a_difference_is_reported_with_the_exit_status(
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "2"])
     reported = capsys.readouterr().out
-    assert (
-        left.value.code == 1
-        and "NOT EQUAL" in reported
-        and reported.index("5.0e-01  b") < reported.index("1.0e-12  a")
-    )
+    assert left.value.code == 1 and "NOT EQUAL" in reported
+    assert reported.index("5.0e-01  b") < reported.index("1.0e-12  a")
 
     nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
     assert not nan.agrees and "NOT EQUAL" in verify.report(nan)
 
 
+def test_the_adapters_of_an_int8_base_are_verified_on_it() -> None:
+    lora = ["load=x", "lora.rank=2", "lora.quantize=int8"]
+    cfg = load_train_config(DEMO, lora)
+    shape = small_shape(cfg, 2, 32)
+    model = small_model(cfg, 1, shape)
+    assert any(isinstance(module, Int8Linear) for module in model.modules())
+    model(**small_batch(model, shape)).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(grad.any() and grad.dtype == torch.float64 for grad in gradients)
+
+
 def test_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "1"])
-    assert (
-        left.value.code == 2
-        and "got sp_size 1 to verify; expected at least 2 ranks" in capsys.readouterr().err
-    )
+    assert left.value.code == 2
+    assert "got sp_size 1 to verify; expected at least 2 ranks" in capsys.readouterr().err

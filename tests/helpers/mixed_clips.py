@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image
 from runs import CONFIG
 
-from opensora_sp.data import Entry, write_manifest, write_video
+from opensora_sp.data.manifest import Entry, write_manifest
+from opensora_sp.data.video import write_video
 
 BUCKETS = {
     "144p": {1: (1.0, 3), 3: (1.0, 2), 6: ((0.9, 0.7), 2)},

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opensora_sp.checkpoint import FileSystem, checkpoint_name, checkpoint_step
+from opensora_sp.checkpoint.filesystem import FileSystem
+from opensora_sp.checkpoint.paths import checkpoint_name, checkpoint_step
 
 
 @dataclass(frozen=True)

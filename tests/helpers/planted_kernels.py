@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 
 from opensora_sp.models.kernels import examples, fused
-from opensora_sp.models.kernels.examples import Example, Sizes, normal
+from opensora_sp.models.kernels.examples import Example, normal
 
 PACKAGE = "opensora_sp.models.kernels"
-SIZES = Sizes(width=72, heads=1, hidden=144)
+SIZES = SimpleNamespace(hidden_size=72, num_heads=1, mlp_ratio=2.0)
 
 
 def multiply(x, factor):
     return factor * x
 
 
-def planted_examples(sizes):
-    arguments = dict(x=normal(3, sizes.width), factor=normal(sizes.width, seed=1))
+def planted_examples(config):
+    width = config.hidden_size
+    arguments = dict(x=normal(3, width), factor=normal(width, seed=1))
     yield Example("multiply", arguments, gradients=("x", "factor"), kept=("factor",))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from launched import WarmJob
 from ranks import run_ranks
 
-from opensora_sp.checkpoint import (
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import (
     checkpoint_name,
     checkpoint_step,
     committed_checkpoints,
     newest_checkpoint,
-    verify,
 )
 from opensora_sp.config import load_train_config
 from opensora_sp.training.metrics import read_lines, read_metrics

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from ranks import HOST, fork_ranks, free_port, torchrun_environment
 
-from opensora_sp.data import toy_clip, write_video
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.video import write_video
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -95,7 +96,7 @@ def write_random_model(folder: Path, *options: str) -> Path:
     from random_weights import draw_weights
     from safetensors.torch import save_file
 
-    from opensora_sp.checkpoint import write_model_config
+    from opensora_sp.checkpoint.model_config import write_model_config
     from opensora_sp.config import load_inference_config
     from opensora_sp.models import build_model
 
@@ -109,7 +110,7 @@ def write_random_model(folder: Path, *options: str) -> Path:
 
 def features_of(source: Any, clips: list[Any]) -> Any:
     """Features of whole clips, made by one process."""
-    from opensora_sp.data import ClipShape
+    from opensora_sp.data.dataset import ClipShape
     from opensora_sp.features.sharded import Features
 
     shape, device = ClipShape(*clips[0].video.shape[1:]), source.device
@@ -125,7 +126,7 @@ def features_of(source: Any, clips: list[Any]) -> Any:
 
 def batch_of(cfg: Any, model_config: Any, features: Any, number: int, ids: Any) -> Any:
     """The batch of clips' features, with what training draws for them as micro-batch ``number``."""
-    from opensora_sp.data import MicroBatch
+    from opensora_sp.data.sampler import MicroBatch
     from opensora_sp.features.batch import BatchMaker, DrawConfig
 
     *size, _ = features.positions.shape[1:]
@@ -143,17 +144,11 @@ def run(
     A launcher and its ranks import everything: where neither is the subject, take ``run_forked``.
     """
     port = str(free_port())
+    one_node = ["--nproc_per_node", str(ranks), "--master_port", port]
     start: list[str | Path] = {
         "python": [sys.executable],
-        "torchrun": [BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", port],
-        "colossalai": [
-            BIN / "colossalai",
-            "run",
-            "--nproc_per_node",
-            str(ranks),
-            "--master_port",
-            port,
-        ],
+        "torchrun": [BIN / "torchrun", *one_node],
+        "colossalai": [BIN / "colossalai", "run", *one_node],
     }[launcher]
 
     environment = {

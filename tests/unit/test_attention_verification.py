@@ -87,7 +87,7 @@ def taken(width: int = 72) -> dict[str, str]:
     found = {}
     for kind in KINDS:
         one = Sequences(BF16, width, kind, lengths[kind], packed=kind == "cross")
-        found[kind] = getattr(choose_backends("auto", {kind: one}, CUDA), kind).name
+        found[kind] = choose_backends("auto", {kind: one}, CUDA)[kind].name
     return found
 
 

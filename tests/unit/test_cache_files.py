@@ -10,23 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_sp.data import (
-    CachedClip,
-    CachedFeatures,
-    ClipShape,
-    Entry,
-    MicroBatchPlan,
-    ReplicaBatches,
-    Sample,
-    StepLoader,
-    write_manifest,
-)
 from opensora_sp.data.cache import (
     MANIFEST,
+    CachedClip,
+    CachedFeatures,
     DamagedRecordError,
     Index,
     shard_content,
 )
+from opensora_sp.data.dataset import ClipShape, Sample
+from opensora_sp.data.loader import StepLoader
+from opensora_sp.data.manifest import Entry, write_manifest
+from opensora_sp.data.sampler import MicroBatchPlan, ReplicaBatches
 
 SHAPE, SIZE = ClipShape(4, 32, 24), (3, 4, 3)
 CLIPS, SHARDS = 4, 2

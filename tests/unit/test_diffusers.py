@@ -22,8 +22,9 @@ from torch import Tensor
 from opensora_sp.cli import main
 from opensora_sp.common.importing import PackageError
 from opensora_sp.config import load_inference_config
-from opensora_sp.diffusion import Geometry, RectifiedFlow
-from opensora_sp.encoders import ImageVAE
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Geometry
+from opensora_sp.encoders.huggingface import ImageVAE
 from opensora_sp.integrations.diffusers import OpenSoraPipeline, OpenSoraScheduler, write_pipeline
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling.pipeline import Pipeline
@@ -226,6 +227,11 @@ def test_adapters_are_loaded_weighted_fused_and_unloaded(v12: Path, tmp_path: Pa
     pipeline.unload_lora_weights()
     assert holds(f"{one}:0.5")
 
+    pipeline.load_lora_weights(one, adapter_name="default_1")
+    pipeline.load_lora_weights(two)
+    assert pipeline.get_active_adapters() == ["default_2"]
+    pipeline.unload_lora_weights()
+
     pipeline.load_lora_weights(one, adapter_name="one")
     for call, message in (
         (lambda: pipeline.set_adapters("on"), "got adapter 'on'; expected.*did you mean 'one'"),
@@ -332,10 +338,7 @@ def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:
     index = json.loads((v12 / "pipe" / "model_index.json").read_text())
     for change, message in (
         ({"_class_name": "LattePipeline"}, "of 'LattePipeline'; expected 'OpenSoraPipeline'"),
-        (
-            {"vae_config": {"type": "os.system"}},
-            r"got vae_config.type 'os.system' in .*; expected one of .*; pass the object itself",
-        ),
+        ({"vae_config": {"type": "os.system"}}, r"got vae_config.type 'os.system' in .*; expected"),
     ):
         (tmp_path / "model_index.json").write_text(json.dumps(index | change))
         with pytest.raises(ValueError, match=message):

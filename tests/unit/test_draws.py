@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from opensora_sp.data import (
-    ClipShape,
-    MicroBatch,
-    MicroBatchPlan,
-    ReadRequest,
-    ReplicaBatches,
-    StepLoader,
-)
+from opensora_sp.data.dataset import ClipShape
+from opensora_sp.data.loader import StepLoader
 from opensora_sp.data.randomness import normal, uniform
+from opensora_sp.data.sampler import MicroBatch, MicroBatchPlan, ReadRequest, ReplicaBatches
 from opensora_sp.features import batch as module
 from opensora_sp.features.batch import DrawConfig, Draws
 

@@ -15,16 +15,15 @@ from golden_values import GOLDEN, close, close_gradient, under
 from parity_cases import make_inputs, make_model
 from window_cases import WindowCase
 
-from opensora_sp.diffusion import (
-    ConditioningFrames,
-    Geometry,
-    Noised,
-    RectifiedFlow,
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.conditioning_frames import (
+    check_mask_types,
+    conditioning_frames,
     draw_condition,
 )
-from opensora_sp.diffusion.conditioning_frames import check_mask_types, conditioning_frames
-from opensora_sp.diffusion.guidance import fix_flaws
+from opensora_sp.diffusion.guidance import ConditioningFrames, fix_flaws
 from opensora_sp.diffusion.loss import frame_weights
+from opensora_sp.diffusion.process import Geometry, Noised
 from opensora_sp.features.batch import conditioning_inputs
 from opensora_sp.models import STDiT3, STDiT3Config
 from opensora_sp.sampling.prompts import prompt_of_loop, with_scores

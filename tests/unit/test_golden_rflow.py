@@ -10,7 +10,8 @@ import torch
 from golden_schedulers import toy_network
 from golden_values import close, close_gradient, load, under
 
-from opensora_sp.diffusion import Geometry, Noised, RectifiedFlow, velocity_loss
+from opensora_sp.diffusion import RectifiedFlow, velocity_loss
+from opensora_sp.diffusion.process import Geometry, Noised
 
 pytestmark = pytest.mark.core
 

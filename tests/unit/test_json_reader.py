@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import opensora_sp
-from opensora_sp.checkpoint import from_pretrained, open_weights
+from opensora_sp.checkpoint import from_pretrained
+from opensora_sp.checkpoint.reader import open_weights
 from opensora_sp.common.files import MAX_DEPTH, parse_json, read_json
 from opensora_sp.training.metrics import read_lines
 

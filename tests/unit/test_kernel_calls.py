@@ -25,7 +25,6 @@ from opensora_sp.models import attention, build_model, hook_points, layers
 from opensora_sp.models.kernels import fused, triton, verification
 from opensora_sp.models.kernels.examples import (
     Example,
-    Sizes,
     examples_of,
     kernel_names,
 )
@@ -130,7 +129,7 @@ def calls_of(example: Example, dtype: torch.dtype) -> set[Call]:
     return calls
 
 
-SIZES = Sizes(width=48, heads=2, hidden=192)
+SIZES: Any = SimpleNamespace(hidden_size=48, num_heads=2, mlp_ratio=4.0)
 COMMON = dict(hidden_size=48, depth=2, num_heads=2, caption_channels=8, model_max_length=6)
 V13 = dict(qk_norm=True, kernel_size=(2, 2, -1), use_spatial_rope=True)
 MODELS: list[tuple[str, dict[str, Any]]] = [

@@ -6,7 +6,8 @@ from interpreter import run_interpreted
 from torch._subclasses import FakeTensorMode
 
 from opensora_sp.models import kernels
-from opensora_sp.models.attention import choose_backend
+from opensora_sp.models.attention import resolve
+from opensora_sp.models.attention_table import Sequences
 from opensora_sp.models.kernels import fused
 
 
@@ -55,10 +56,10 @@ def test_meta_tensors_stand_for_those_of_a_gpu(monkeypatch):
 
 
 def test_the_planner_traces_the_attention_that_a_config_names():
-    sizes = torch.bfloat16, 72
+    sequences = Sequences(torch.bfloat16, 72, length=15)
     with kernels.using_kernels("triton"):
         names = {
-            name: choose_backend(name, torch.device("meta"), *sizes, length=15).name
+            name: resolve(name, sequences, torch.device("meta")).name
             for name in ("auto", "flash", "sdpa", "short_rows")
         }
     assert names.pop("auto") == names.pop("short_rows") == "short_rows"

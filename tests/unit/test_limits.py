@@ -24,27 +24,18 @@ import pytest
 from PIL import Image
 from runs import ROOT
 
-from opensora_sp.checkpoint import open_adapters, open_weights, saved_config, verify
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.adapters import open_adapters
 from opensora_sp.checkpoint.checkpoint_folder import FORMAT, resolve_inside
+from opensora_sp.checkpoint.reader import open_weights, saved_config
 from opensora_sp.cli.sample import parse
 from opensora_sp.common.files import check_writable
 from opensora_sp.config import load_inference_config, load_train_config
-from opensora_sp.data import (
-    Clip,
-    ClipShape,
-    CorruptSample,
-    Limits,
-    Sample,
-    VideoTextDataset,
-    index_files,
-    read_frames,
-    read_video,
-    video,
-    write_video,
-)
-from opensora_sp.data.index import check_captions, read_captions
-from opensora_sp.data.limits import Budget
-from opensora_sp.data.video import count_frames, probe
+from opensora_sp.data import video
+from opensora_sp.data.dataset import Clip, ClipShape, CorruptSample, Sample, VideoTextDataset
+from opensora_sp.data.index import check_captions, index_files, read_captions
+from opensora_sp.data.limits import Budget, Limits
+from opensora_sp.data.video import count_frames, probe, read_frames, read_video, write_video
 from opensora_sp.runtime.cost_models import read_cost_model
 from opensora_sp.runtime.run_lock import Holder
 from opensora_sp.sampling import read_prompts
@@ -407,10 +398,3 @@ def test_links_in_a_circle(circle: Path) -> None:
             check_writable(folder)
         with pytest.raises(ValueError, match="is no folder that can be written"):
             preflight(parse([SAMPLE, "--prompt", "a", "--outputs", str(folder)]))
-
-
-def test_a_file_has_the_name_of_a_run(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new")
-    (tmp_path / "run").touch()
-    with pytest.raises(ValueError, match="is no folder that can be written"):
-        check_writable(tmp_path / "run")

@@ -17,18 +17,12 @@ import pytest
 from polling import wait_until
 from torch.utils.data import Dataset
 
-from opensora_sp.data import (
-    ClipShape,
-    CorruptSample,
-    MicroBatchPlan,
-    ReplicaBatches,
-    Sample,
-    StepLoader,
-    VideoTextDataset,
-    loader,
-    toy_clip,
-    write_video,
-)
+from opensora_sp.data import loader
+from opensora_sp.data.dataset import ClipShape, CorruptSample, Sample, VideoTextDataset
+from opensora_sp.data.loader import StepLoader
+from opensora_sp.data.sampler import MicroBatchPlan, ReplicaBatches
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.video import write_video
 from opensora_sp.runtime.processes import init_worker, is_alive
 
 FORK = multiprocessing.get_context("fork")

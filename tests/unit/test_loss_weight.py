@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opensora_sp.diffusion import rank_loss, samples_of_mean, velocity_loss
+from opensora_sp.diffusion import rank_loss, velocity_loss
+from opensora_sp.diffusion.loss import samples_of_mean
 
 WORLD = 3
 # Samples of the micro-batches of each rank; one has none, and runs one of zeros.

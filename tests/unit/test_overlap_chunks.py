@@ -12,11 +12,11 @@ from opensora_sp.models import build_model
 from opensora_sp.models.registry import resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
-from opensora_sp.parallel.cost_model import CPU, H100, ChunkCosts, block_flops
+from opensora_sp.parallel.cost_model import CHUNK_LAUNCHES, CPU, H100, best_chunks, block_flops
 from opensora_sp.parallel.engine import ATTRIBUTE
 from opensora_sp.parallel.mesh import spans_nodes
 from opensora_sp.parallel.strategies import strategy_for, with_chunks
-from opensora_sp.parallel.strategies.few_units import few_frames_costs
+from opensora_sp.parallel.strategies.heads import few_frames_costs
 
 XL2: Any = resolve_config("STDiT3-XL/2")
 IMAGES: dict[str, Any] = dict(skip_temporal=True)
@@ -28,12 +28,12 @@ SHIPPED = [((1, 64, 64, 64), 8), ((1, 15, 60, 106), 8), ((4, 16, 32, 32), 2)]
 def test_no_other_number_of_chunks_saves_more(spans_nodes):
     link = H100.link(spans_nodes=spans_nodes)
     for megabytes in (0, 1, 5, 16, 17, 30, 80, 500, 3000, 20_000):
-        costs = ChunkCosts(H100, link, megabytes * 1e6)
+        sent = megabytes * 1e6
 
-        def saved(number: int, costs: ChunkCosts = costs) -> float:
-            return costs.switch * (1 - 1 / number) - (number - 1) * costs.further_chunk
+        def saved(number: int, switch: float = sent / link.bandwidth) -> float:
+            return switch * (1 - 1 / number) - (number - 1) * CHUNK_LAUNCHES * H100.launch
 
-        assert saved(costs.best_number) == max(saved(number) for number in range(1, 80))
+        assert saved(best_chunks(H100, link, sent)) == max(saved(number) for number in range(1, 80))
 
 
 def chosen(size: tuple[int, ...], ranks: int, *, between: bool, **options: Any) -> Options:
@@ -43,7 +43,7 @@ def chosen(size: tuple[int, ...], ranks: int, *, between: bool, **options: Any) 
 
 
 def test_a_cpu_sends_nothing_in_chunks():
-    assert ChunkCosts(CPU, CPU.link(spans_nodes=True), 20e9).best_number == 1
+    assert best_chunks(CPU, CPU.link(spans_nodes=True), 20e9) == 1
 
 
 @pytest.mark.parametrize(("size", "ranks"), SHIPPED)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 import torch.nn.functional as F
 from random_weights import draw_weights
 from torch import nn
 
+from opensora_sp.common import importing
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import build_model
 from opensora_sp.models.lora import add_lora
@@ -147,6 +146,6 @@ def test_the_planner_counts_a_byte_for_a_weight() -> None:
 
 
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importing, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="got lora.quantize.*expected.*opensora-sp\\[quantized"):
         quantize_blocks(made())

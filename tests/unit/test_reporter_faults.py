@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import resource
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from opensora_sp.data.limits import Limits
 from opensora_sp.training import metrics
 from opensora_sp.training.metrics import (
     Reporter,
-    append_line,
     draw_loss,
     read_lines,
     read_metrics,
@@ -119,32 +116,6 @@ def test_curves_that_fail_while_the_run_trains(
     assert len(warnings) == 2 and "TensorBoard" in "".join(warnings)
     assert any(line.startswith("W&B is incomplete") and "no route" in line for line in warnings)
     assert len(read_metrics(tmp_path)) == 3
-
-
-@contextmanager
-def limited_files(num_bytes: int) -> Iterator[None]:
-    """Inside, a file takes only so many bytes, as on a disk that becomes full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_line(path, {"step": 1})
-    before = path.read_bytes()
-
-    for room in (0, 1, len(before) - 1):
-        with limited_files(len(before) + room), pytest.raises(OSError):
-            append_line(path, {"step": 2})
-        assert path.read_bytes() == before
-
-    with limited_files(2 * len(before)):
-        append_line(path, {"step": 2})
-    assert [line["step"] for line in read_lines(path)] == [1, 2]
 
 
 def test_a_line_that_was_cut_off_does_not_stop_the_next_start(tmp_path: Path) -> None:

@@ -16,16 +16,10 @@ import torch
 from damage import content
 from ranks import run_ranks
 
-from opensora_sp.checkpoint import (
-    CheckpointFolder,
-    Part,
-    SaveJob,
-    Saver,
-    Spec,
-    checkpoint_name,
-    committed_checkpoints,
-)
-from opensora_sp.checkpoint.writer import all_finite
+from opensora_sp.checkpoint.checkpoint_folder import CheckpointFolder
+from opensora_sp.checkpoint.paths import checkpoint_name, committed_checkpoints
+from opensora_sp.checkpoint.tensor_file import Spec
+from opensora_sp.checkpoint.writer import Part, SaveJob, Saver, all_finite
 from opensora_sp.training import run
 from opensora_sp.training.checkpointing import Checkpoints, choose_checkpoint, find_checkpoint
 

@@ -11,7 +11,7 @@ import pytest
 from runs import TRAIN
 
 from opensora_sp.config import TrainConfig, load_train_config
-from opensora_sp.data import Entry, Manifest, write_manifest
+from opensora_sp.data.manifest import Entry, Manifest, write_manifest
 from opensora_sp.features.build import make_dataset, make_plan, order_state
 from opensora_sp.training.preflight import check_resume, preflight
 

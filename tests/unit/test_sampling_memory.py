@@ -13,8 +13,10 @@ from random_weights import draw_weights
 
 from opensora_sp.config import InferenceConfig
 from opensora_sp.data.buckets import BatchSpec
-from opensora_sp.encoders import LATENT_ENCODERS, ImageVAE, T5TextEncoder
+from opensora_sp.encoders import LATENT_ENCODERS
+from opensora_sp.encoders.huggingface import ImageVAE
 from opensora_sp.encoders.loading import weight_bytes
+from opensora_sp.encoders.t5 import T5TextEncoder
 from opensora_sp.models import build_model
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.live_peak import LivePeak
@@ -213,10 +215,9 @@ def test_less_stays_on_the_device_the_less_memory_is_free(
     run = RunEstimator(cfg, 1)
     spec = BatchSpec(1, 8, (96, 96))
     memory = run.memory_of(run.latents(spec), 1)
-    model = (memory.peak, memory.kept.total)
     candidates = [*placements(cfg)]
-    tracer = EncoderTracer(spec, "cuda")
-    peaks = [sampling_memory(one, tracer, *model).peak for one in candidates]
+    tracer = EncoderTracer(run, spec)
+    peaks = [sampling_memory(one, tracer, memory).peak for one in candidates]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > peaks[1] > peaks[3]
     for peak in (peaks[0], peaks[3]):

@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from opensora_sp.data import ClipShape, MicroBatch, MicroBatchPlan
+from opensora_sp.data.dataset import ClipShape
+from opensora_sp.data.sampler import MicroBatch, MicroBatchPlan
 from opensora_sp.data.schedule import Assigned, ScheduledBatches, busy_seconds, schedule
 from opensora_sp.parallel.rank_groups import RankGroup, fixed_groups, groups_with, nested_groups
 

@@ -16,13 +16,13 @@ from opensora_sp.models.registry import CLASSES, resolve_config
 from opensora_sp.parallel import Options, SequenceMesh, parallelize
 from opensora_sp.parallel.batch_shape import BatchShape
 from opensora_sp.parallel.cost_model import CPU, H100, CostModel
-from opensora_sp.planner.seconds import ModelCosts, seconds_of
+from opensora_sp.planner.seconds import ModelFlops, seconds_of
 from opensora_sp.planner.trace import small_meta_model, step_inputs
 from opensora_sp.runtime.cost_models import PRESETS
 
 Latents = tuple[int, int, int, int, int]
 XL2: Any = dataclasses.replace(resolve_config("STDiT3-XL/2"), depth=4)
-COSTS = ModelCosts.of("STDiT3", XL2)
+COSTS = ModelFlops.planned("STDiT3", XL2)
 # ``(B, c, frames, height, width)``: an image, many images, clips short and long.
 IMAGE, IMAGES, SHORT, LONG = (
     (1, 4, 1, 64, 64),

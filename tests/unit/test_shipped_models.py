@@ -11,7 +11,7 @@ from toy_judge import Seen, judge
 from opensora_sp.cli import main
 from opensora_sp.cli import sample as sample_command
 from opensora_sp.common.files import shipped_model, shipped_models
-from opensora_sp.data import read_frames
+from opensora_sp.data.video import read_frames
 
 
 def test_the_name_of_a_model_samples_what_its_prompts_say(
@@ -34,13 +34,18 @@ def test_names_of_models_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "runs").mkdir()
     (folder,) = shipped_models()
     assert shipped_model("toy") == folder and folder.name == "toy"
-    for path in ("configs/demo/sample.py", "sample.py", "a/b", "runs"):
+    for path in ("configs/demo/sample.py", "sample.py", "a/b"):
         assert shipped_model(path) is None
 
     cfg = sample_command.parse(["toy", "--prompt", "a", "--ckpt", "runs", "--fps", "4"])
     assert (cfg.ckpt, cfg.fps, cfg.outputs) == ("runs", 4, "samples")
     with pytest.raises(ValueError, match="got 'tyo', .*; expected .* one of toy; did you mean"):
         sample_command.parse(["tyo", "--prompt", "a"])
+    (tmp_path / "runs" / "first").mkdir()
+    (tmp_path / "runs" / "first" / "sample.py").touch()
+    for name, config in {"runs": "a .py config", "runs/first": "runs/first/sample.py"}.items():
+        with pytest.raises(ValueError, match=rf"'{name}', .* expected {config} .* one of toy"):
+            sample_command.parse([name, "--prompt", "a"])
 
 
 def test_a_model_is_small_and_has_a_card() -> None:

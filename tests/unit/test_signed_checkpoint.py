@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_sp.checkpoint import (
-    CheckpointFolder,
-    DamagedCheckpointError,
-    Part,
-    SaveJob,
-    Saver,
-    checkpoint_name,
-    verify,
-)
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.checkpoint_folder import CheckpointFolder, DamagedCheckpointError
+from opensora_sp.checkpoint.paths import checkpoint_name
+from opensora_sp.checkpoint.writer import Part, SaveJob, Saver
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="no OpenSSH")
 

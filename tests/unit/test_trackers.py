@@ -19,7 +19,8 @@ from logs import captured_lines
 from PIL import Image
 
 from opensora_sp.common.importing import check_extra
-from opensora_sp.data import toy_clip, write_video
+from opensora_sp.data.toy import toy_clip
+from opensora_sp.data.video import write_video
 from opensora_sp.encoders.t5 import check_cleaning
 from opensora_sp.training import metrics
 from opensora_sp.training.metrics import Reporter

@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_sp.checkpoint import Adapters, Stored, Weights, check_adapters, open_adapters
-from opensora_sp.checkpoint.adapters import MAX_SCALE, merged, warn_of_other_base
+from opensora_sp.checkpoint.adapters import (
+    MAX_SCALE,
+    Adapters,
+    check_adapters,
+    merged,
+    open_adapters,
+    warn_of_other_base,
+)
+from opensora_sp.checkpoint.reader import Stored, Weights
 from opensora_sp.common.importing import nearest
 
 
@@ -45,12 +52,15 @@ class AdapterMethods:
         Args:
             pretrained_model_name_or_path: ``PATH`` or ``PATH:SCALE``, see ``open_adapters``; of a
                 run the EMA.
-            adapter_name: by default ``default_0``, ``default_1`` and so on.
+            adapter_name: by default ``default_`` and a number that is free.
 
         Raises:
             ValueError: if they cannot be read or belong to another model, or the name is taken.
         """
-        name = f"default_{len(self._loaded)}" if adapter_name is None else adapter_name
+        number = len(self._loaded)
+        while f"default_{number}" in self._loaded:
+            number += 1
+        name = adapter_name or f"default_{number}"
         if name in self._loaded:
             raise ValueError(
                 f"got adapter_name {name!r} twice; expected a new name; choose one, or call "

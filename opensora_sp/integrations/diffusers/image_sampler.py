@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from opensora_sp.data import to_clip
+from opensora_sp.data.transforms import to_clip
 from opensora_sp.models import Text
 from opensora_sp.sampling.pipeline import Pipeline, PlacedReferences
 from opensora_sp.sampling.prompts import Prompt

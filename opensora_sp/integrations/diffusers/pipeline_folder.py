@@ -20,9 +20,9 @@ from typing import Any
 
 import diffusers
 
-from opensora_sp.checkpoint import new_folder, save_pretrained
+from opensora_sp.checkpoint import save_pretrained
 from opensora_sp.checkpoint.hub import Kind, describe_missing, local_path
-from opensora_sp.checkpoint.pretrained import convert_encoder
+from opensora_sp.checkpoint.pretrained import convert_encoder, new_folder
 from opensora_sp.common.files import read_json
 from opensora_sp.config.components import check_component, split_type
 from opensora_sp.encoders import LATENT_ENCODERS, TEXT_ENCODERS

@@ -24,7 +24,8 @@ from torch import Tensor
 from opensora_sp.checkpoint import from_pretrained
 from opensora_sp.common.importing import nearest
 from opensora_sp.common.tensors import DTYPES
-from opensora_sp.config import InferenceConfig, build_component, explain
+from opensora_sp.config import InferenceConfig, build_component
+from opensora_sp.config.draft import explain
 from opensora_sp.diffusion import RectifiedFlow
 from opensora_sp.models.base import ConditionedModel
 from opensora_sp.parallel import SequenceMesh

@@ -15,7 +15,8 @@ from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
 
 from opensora_sp.config.components import check_options
-from opensora_sp.diffusion import Geometry, RectifiedFlow
+from opensora_sp.diffusion import RectifiedFlow
+from opensora_sp.diffusion.process import Geometry
 
 
 class OpenSoraScheduler(SchedulerMixin, ConfigMixin):

@@ -6,6 +6,7 @@ arguments that are left out are as in the models' calls (``tests/unit/test_kerne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,25 +19,6 @@ from .fused import Part
 
 if TYPE_CHECKING:
     from opensora_sp.models.stdit_config import SharedConfig
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Widths of a model: of tokens, of a head, and of the MLP's hidden layer."""
-
-    width: int
-    heads: int
-    hidden: int
-
-    @classmethod
-    def of(cls, config: SharedConfig) -> Sizes:
-        """The widths in an STDiT model's config."""
-        hidden = int(config.hidden_size * config.mlp_ratio)
-        return cls(config.hidden_size, config.num_heads, hidden)
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
 
 
 @dataclass(frozen=True)
@@ -80,55 +62,61 @@ def kernel_names() -> list[str]:
     return sorted(EXAMPLES)
 
 
-def examples_of(name: str, sizes: Sizes) -> Iterator[Example]:
+def examples_of(name: str, config: SharedConfig) -> Iterator[Example]:
     """The examples of a kernel."""
-    yield from EXAMPLES[name](sizes)
+    yield from EXAMPLES[name](config)
 
 
-def _gelu(sizes: Sizes) -> Iterator[Example]:
+def _gelu(config: SharedConfig) -> Iterator[Example]:
     """The hidden layer of blocks, also with more tokens than backward takes with one tile for each
     program. Without gradients another product may run, as in sampling."""
-    for tokens, width in ((39, sizes.width), (1700, 16)):
+    hidden = int(config.hidden_size * config.mlp_ratio)
+    for tokens, width in ((39, config.hidden_size), (1700, 16)):
         arguments = dict(
             x=normal(1, tokens, width),
-            weight=normal(sizes.hidden, width, seed=1) / width**0.5,
-            bias=normal(sizes.hidden, seed=2),
+            weight=normal(hidden, width, seed=1) / width**0.5,
+            bias=normal(hidden, seed=2),
         )
         yield Example("linear_gelu", arguments, gradients=("x", "weight", "bias"))
         yield Example("linear_gelu", arguments)
 
 
-def _short_rows(sizes: Sizes) -> Iterator[Example]:
+def _short_rows(config: SharedConfig) -> Iterator[Example]:
     """Rows that are padded to 16 and to 32 tokens: of queries, keys and values side by side, and
     of queries and keys that a norm has written apart."""
-    if sizes.head_width not in HEAD_WIDTHS:
+    width = config.hidden_size // config.num_heads
+    if width not in HEAD_WIDTHS:
         return
 
     for length in (15, 30):
-        shape = 3, length, sizes.heads, sizes.head_width
+        shape = 3, length, config.num_heads, width
         q, k, v = torch.stack([normal(*shape, seed=seed) for seed in range(3)], dim=2).unbind(2)
         for queries, keys in ((q, k), (q.contiguous(), k.contiguous())):
             arguments = dict(q=queries, k=keys, v=v)
             yield Example("attend_short_rows", arguments, gradients=("q", "k", "v"))
 
 
-def _qk_norm(sizes: Sizes) -> Iterator[Example]:
+def _qk_norm(config: SharedConfig) -> Iterator[Example]:
     """Without rotation, with one for all rows, and with one for each of two long rows."""
     # More than the kernel's sums of weights' gradients add up at a time.
-    long = 2**17 // sizes.width + 1
-    yield _heads(sizes, (3, 13), None)
-    yield _heads(sizes, (3, 13), _rotation(1, 13, sizes.head_width))
-    yield _heads(sizes, (2, long), _rotation(2, long, sizes.head_width))
-    for rotation in (None, _rotation(1, 13, sizes.head_width), _rotation(3, 13, sizes.head_width)):
-        yield _linear_heads(sizes, (3, 13), rotation)
+    long = 2**17 // config.hidden_size + 1
+    for rows, length, rotated_rows in ((3, 13, 0), (3, 13, 1), (2, long, 2)):
+        yield _heads(config, rows, length, rotated_rows)
+    for rotated_rows in (0, 1, 3):
+        yield _linear_heads(config, rotated_rows)
 
 
-def _heads(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
-    width = sizes.head_width
+def _heads(config: SharedConfig, rows: int, length: int, rotated_rows: int) -> Example:
+    heads, width = config.num_heads, config.hidden_size // config.num_heads
+    rotation = None
+    if rotated_rows:
+        angles = 3 * normal(rotated_rows, length, 1, width // 2, seed=3)
+        angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
+        rotation = torch.stack([angles.cos(), angles.sin()])
     return Example(
         "qk_norm",
         dict(
-            qkv=activations(*shape, 3, sizes.heads, width),
+            qkv=activations(rows, length, 3, heads, width),
             q_weight=normal(width, seed=1),
             k_weight=normal(width, seed=2),
             rotation=rotation,
@@ -139,31 +127,26 @@ def _heads(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Exa
     )
 
 
-def _linear_heads(sizes: Sizes, shape: tuple[int, int], rotation: Tensor | None) -> Example:
+def _linear_heads(config: SharedConfig, rotated_rows: int) -> Example:
     """Attention leaves the gradients of queries token by token, or head by head."""
-    example = _heads(sizes, shape, rotation)
-    (*_, heads, width), inputs = example.arguments.pop("qkv").shape, 64
+    example, inputs = _heads(config, 3, 13, rotated_rows), 64
+    rows, length, *heads = example.arguments.pop("qkv").shape
+    outputs = math.prod(heads)
     layer = dict(
-        x=activations(*shape, inputs),
-        weight=normal(3 * heads * width, inputs, seed=3) / inputs**0.5,
-        bias=normal(3 * heads * width, seed=4),
+        x=activations(rows, length, inputs),
+        weight=normal(outputs, inputs, seed=3) / inputs**0.5,
+        bias=normal(outputs, seed=4),
     )
     return replace(
         example,
         function="linear_qk_norm",
         arguments=layer | example.arguments,
         gradients=(*layer, "q_weight", "k_weight"),
-        swapped={} if rotation is None else {0: (1, 2)},
+        swapped={0: (1, 2)} if rotated_rows else {},
     )
 
 
-def _rotation(rows: int, length: int, width: int) -> Tensor:
-    angles = 3 * normal(rows, length, 1, width // 2, seed=3)
-    angles = torch.stack([-angles, angles], dim=-1).flatten(-2)
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def _modulation(sizes: Sizes) -> Iterator[Example]:
+def _modulation(config: SharedConfig) -> Iterator[Example]:
     """Calls as models make them, and without a bias, as where adapters stand in for layers.
 
     Entries of samples, of the frames of spatial rows and of temporal ones; tokens and gradients
@@ -173,25 +156,27 @@ def _modulation(sizes: Sizes) -> Iterator[Example]:
     for per in ((1, 1, 1), (2, 1, 1), frames, (2, 1, 5)):
         for x_lies_across in (False, True):
             # A kernel that took one for the other would be wrong in either case.
-            arguments = _modulated(sizes.width, per, x_lies_across=x_lies_across)
-            yield from _modulation_calls(arguments, gradients_lie_across=not x_lies_across)
+            arguments = _modulated(config.hidden_size, per, x_lies_across=x_lies_across)
+            yield from _modulation_calls(arguments, swapped={} if x_lies_across else ACROSS)
             # The final layer has a table apart, in the dtype of tokens.
-            yield replace(_modulation_call("norm_modulate", arguments), kept=())
+            yield from _modulation_calls(arguments, "norm_modulate", kept=())
 
-    arguments = _modulated(sizes.width, frames, first=2)
+    arguments = _modulated(config.hidden_size, frames, first=2)
     yield from _modulation_calls(arguments)
-    yield from _modulation_calls(arguments | dict(bias=None), gradients_lie_across=True)
+    yield from _modulation_calls(arguments | dict(bias=None), swapped=ACROSS)
 
     # Entries and biases are frozen under LoRA.
-    for function in ("add_gated", "add_gated_twice"):
-        yield replace(_modulation_call(function, arguments), gradients=("x", "branch"))
+    frozen = dict(gradients=("x", "branch"))
+    yield from _modulation_calls(arguments, "add_gated", "add_gated_twice", **frozen)
 
     # Large and small shares, one of which has pieces of two entries, and more than the kernel
     # that adds their sums takes at a time.
-    arguments = _modulated(sizes.width, (2, 1, 1), rows=(3, 161))
-    yield _modulation_call("add_norm_modulate", arguments)
+    arguments = _modulated(config.hidden_size, (2, 1, 1), rows=(3, 161))
+    yield from _modulation_calls(arguments, "add_norm_modulate")
 
 
+# The gradient of the first output lies in the other layout.
+ACROSS = {0: (0, 1)}
 MODULATION = {
     "norm_modulate": ("x", "shift", "scale", "part"),
     "add_norm_modulate": ("x", "branch", "shift", "scale", "part", "bias"),
@@ -201,17 +186,14 @@ MODULATION = {
 
 
 def _modulation_calls(
-    arguments: dict[str, Any], *, gradients_lie_across: bool = False
+    arguments: dict[str, Any], *functions: str, **changes: Any
 ) -> Iterator[Example]:
-    for function in MODULATION:
-        example = _modulation_call(function, arguments)
-        yield replace(example, swapped={0: (0, 1)}) if gradients_lie_across else example
-
-
-def _modulation_call(function: str, arguments: dict[str, Any]) -> Example:
-    arguments = {name: arguments[name] for name in MODULATION[function]}
-    gradients = [name for name, argument in arguments.items() if isinstance(argument, Tensor)]
-    return Example(function, arguments, tuple(gradients), kept=("shift", "scale", "gate"))
+    """Calls of these functions, by default of all, with other fields of the examples."""
+    for function in functions or MODULATION:
+        given = {name: arguments[name] for name in MODULATION[function]}
+        gradients = [name for name, argument in given.items() if isinstance(argument, Tensor)]
+        example = Example(function, given, tuple(gradients), kept=("shift", "scale", "gate"))
+        yield replace(example, **changes)
 
 
 def _modulated(
@@ -247,7 +229,7 @@ def _across(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-EXAMPLES: dict[str, Callable[[Sizes], Iterator[Example]]] = {
+EXAMPLES: dict[str, Callable[[SharedConfig], Iterator[Example]]] = {
     "gelu": _gelu,
     "modulation": _modulation,
     "qk_norm": _qk_norm,

@@ -59,17 +59,12 @@ def set_kernels(kernels: Kernels) -> None:
 
 def check_kernels(kernels: str, device_type: str, dtype: torch.dtype) -> None:
     """Raise ValueError where ``kernels="triton"`` is asked for, and no Triton kernel would run."""
-    if kernels != "triton":
-        return
-    if device_type == "cuda" and dtype == torch.float64:
+    runs = dtype != torch.float64 if device_type == "cuda" else INTERPRETED
+    if kernels == "triton" and not runs:
         raise ValueError(
-            "got kernels='triton' for tokens in float64; expected float32, bfloat16 or float16, "
-            "since Triton kernels compute in float32; set kernels='auto' or 'torch'"
-        )
-    if device_type != "cuda" and not INTERPRETED:
-        raise ValueError(
-            f"got kernels 'triton' on a device of type {device_type!r}; expected a CUDA device, "
-            "for which Triton compiles; set kernels='auto' or 'torch'"
+            f"got kernels='triton' for {dtype} on a device of type {device_type!r}; expected "
+            "torch.float32, torch.bfloat16 or torch.float16 on a CUDA device, for which Triton "
+            "compiles kernels that compute in float32; set kernels='auto' or 'torch'"
         )
 
 

@@ -24,7 +24,7 @@ from ..attention import attention
 from ..attention_table import LABELS, Backend, Sequences
 from ..packing import Lengths
 from . import fused
-from .examples import Example, Sizes, examples_of, normal
+from .examples import Example, examples_of, normal
 from .fused import using_kernels
 
 # Sums in another order, other approximations of exp and tanh. An error of plain torch on the device
@@ -90,25 +90,25 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def verify_kernel(
-    name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device
+    name: str, config: Any, dtype: torch.dtype, device: torch.device
 ) -> list[Difference]:
-    """Compare all functions of a kernel with their references on a device.
+    """Compare all functions of a kernel with their references on a device, at a model's widths.
 
     Results in a 16-bit dtype are also compared in float32, where rounding hides no small error.
 
     Raises:
         ImportError: if Triton is missing. Errors of a compiler or a launch pass through.
     """
-    compared = _verify(name, sizes, dtype, device)
+    compared = _verify(name, config, dtype, device)
     if dtype.itemsize < torch.float32.itemsize:
-        for difference in _verify(name, sizes, torch.float32, device):
+        for difference in _verify(name, config, torch.float32, device):
             compared.append(replace(difference, result=f"{difference.result} in float32"))
     return compared
 
 
-def _verify(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[Difference]:
+def _verify(name: str, config: Any, dtype: torch.dtype, device: torch.device) -> list[Difference]:
     compared: list[Difference] = []
-    for example in examples_of(name, sizes):
+    for example in examples_of(name, config):
         kernel, reference = (_function(by, name, example) for by in ("triton", "torch"))
         compared += compare(kernel, reference, example, dtype, device)
     return compared

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..batch_shape import BatchShape
-from ..cost_model import ChunkCosts
+from ..cost_model import best_chunks
 from ..layout import SPATIAL_ROWS
 from ..options import STRATEGY_OPTIONS, Options
 from .heads import SplitClips, SplitHeads, SplitWindows, Ulysses
@@ -97,5 +97,4 @@ def with_chunks(options: Options, shape: BatchShape, ranks: int, *, element_size
     tokens = max(shape.entries(SPATIAL_ROWS, ranks))
     sent = tokens * (ranks - 1) / ranks * shape.width * element_size
     # The busiest rank's bytes: every rank must choose the same number of chunks.
-    costs = ChunkCosts(options.cost_model, options.link, sent)
-    return replace(options, overlap_chunks=costs.best_number)
+    return replace(options, overlap_chunks=best_chunks(options.cost_model, options.link, sent))

@@ -17,7 +17,7 @@ from ..collectives import exchange
 from ..layout import ExchangePlan, balanced_sizes, plan_exchange
 from ..options import Options
 from ..overlap import InFlightSwitch
-from .few_units import few_frames_reason
+from .heads import few_frames_reason
 from .strategy import (
     AllToAll,
     BlockLayouts,

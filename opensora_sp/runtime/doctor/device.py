@@ -25,9 +25,9 @@ from torch import Tensor
 
 from opensora_sp.common.error_file import wait_until
 from opensora_sp.models import build_model
-from opensora_sp.models.attention_table import KERNELS, NEEDS, Backend, Platform
+from opensora_sp.models.attention_table import KERNELS, Backend, Platform
 from opensora_sp.models.attention_table import obstacle as attention_obstacle
-from opensora_sp.models.kernels.examples import Sizes, kernel_names
+from opensora_sp.models.kernels.examples import kernel_names
 from opensora_sp.models.kernels.verification import (
     CPU,
     Difference,
@@ -179,16 +179,17 @@ def check_attention(kernel: str, dtype: str, setup: Setup) -> Iterator[Finding]:
     """A kernel of attention in the calls of a model that it can run here."""
     platform = Platform.of(setup.device, deterministic=False)
     lengths = {"spatial": [100] if setup.device == CPU else [256], "temporal": [16]}
-    cases = [
-        case
-        for case in cases_of(resolve_config(REFERENCE), lengths, DTYPES[dtype], trained=True)
-        if attention_obstacle(kernel, case.sequences, platform) is None
-    ]
+    cases, problem = [], None
+    for case in cases_of(resolve_config(REFERENCE), lengths, DTYPES[dtype], trained=True):
+        if problem_here := attention_obstacle(kernel, case.sequences, platform):
+            problem = problem_here
+        else:
+            cases.append(case)
     label = f"attention {kernel}, {dtype}"
     if cases:
         yield _worst(label, list(verify_backend(Backend(kernel), cases, setup.device)))
     else:
-        yield Finding(label, note=f"it takes {NEEDS[kernel]}", is_skipped=True)
+        yield Finding(label, note=str(problem), is_skipped=True)
 
 
 def check_kernel(kernel: str, setup: Setup) -> Iterator[Finding]:
@@ -199,8 +200,8 @@ def check_kernel(kernel: str, setup: Setup) -> Iterator[Finding]:
         yield Finding(f"kernel {kernel}", note=reason, is_skipped=True)
         return
 
-    sizes = Sizes.of(resolve_config(REFERENCE))
-    yield _worst(f"kernel {kernel}", verify_kernel(kernel, sizes, torch.bfloat16, setup.device))
+    config = resolve_config(REFERENCE)
+    yield _worst(f"kernel {kernel}", verify_kernel(kernel, config, torch.bfloat16, setup.device))
 
 
 # Models: forward and backward against float64 on the CPU

@@ -316,10 +316,6 @@ def _fake_norm_modulate_backward(
     return _like(total), _like(scale, 2, *scale.shape), grad_bias
 
 
-def _fake_add_gated(x: Tensor, *_: Any) -> Tensor:
-    return _like(x)
-
-
 def _fake_add_gated_backward(
     gate: Tensor,
     branch: Tensor | None,
@@ -338,7 +334,7 @@ norm_modulate_forward = opaque_operator("norm_modulate", _norm_modulate, _fake_n
 norm_modulate_backward = opaque_operator(
     "norm_modulate_backward", _norm_modulate_backward, _fake_norm_modulate_backward
 )
-add_gated_forward = opaque_operator("add_gated", _add_gated, _fake_add_gated)
+add_gated_forward = opaque_operator("add_gated", _add_gated, lambda x, *_: _like(x))
 add_gated_backward = opaque_operator(
     "add_gated_backward", _add_gated_backward, _fake_add_gated_backward
 )
