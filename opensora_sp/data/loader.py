@@ -224,7 +224,8 @@ class StepLoader(RequestLoader):
     def _steps(self, loaded: Iterator[LoadedBatch]) -> Iterator[StepBatches]:
         for step in self.batches.steps:
             micro_batches = self.batches.plan.step(step)
-            yield StepBatches(micro_batches, self._timed(loaded, self.batches.count(step)))
+            num_requests = len(self.batches.of_rank(step))
+            yield StepBatches(micro_batches, self._timed(loaded, num_requests))
 
     def take_waited(self) -> float:
         """Seconds waited since the last call."""

@@ -208,10 +208,6 @@ class RankBatches:
         """This rank's micro-batches of a step in their order, with the groups that compute them."""
         raise NotImplementedError
 
-    def count(self, step: int) -> int:
-        """The number of this rank's requests in a step."""
-        return len(self.of_rank(step))
-
     def __iter__(self) -> Iterator[ReadRequest]:
         for step in self.steps:
             for micro_batch, group in self.of_rank(step):

@@ -116,7 +116,8 @@ class OpenSoraVAEv13(FrozenEncoder):
         """``[B, 3, F, height, width]`` in [-1, 1] -> ``[B, c, f, h, w]``."""
         parts = []
         with self.on_device():
-            for frames in frame_chunks(video.shape[2], self.chunk_frames, self.temporal_overlap):
+            num_frames = video.shape[2]
+            for frames in chunks(num_frames, self.chunk_frames or num_frames, self.chunk_overlap):
                 batches = self._batches(video[:, :, frames])
                 means = [self.vae.encode(clips.to(self.device, self.dtype)) for clips in batches]
                 # Chunks are joined, and statistics applied, in float32 whatever the weights are.
@@ -207,11 +208,6 @@ class OpenSoraVAEv13(FrozenEncoder):
         return clips.split(self.micro_batch_size or len(clips))
 
 
-def frame_chunks(num_frames: int, size: int | None, overlap: bool) -> list[slice]:
-    """The frames of each chunk of a clip; with ``overlap`` neighbours share one."""
-    return chunks(num_frames, size or num_frames, int(overlap))
-
-
 def latent_frames_of(num_frames: int) -> int:
     """Latent frames of one chunk."""
     return -(-num_frames // TIME_FACTOR)
@@ -284,7 +280,8 @@ def _chunking(
 
 
 def _chunk_lengths(num_frames: int, **options: Any) -> list[int]:
-    pieces = frame_chunks(num_frames, *_chunking(**options))
+    size, overlap = _chunking(**options)
+    pieces = chunks(num_frames, size or num_frames, int(overlap))
     return [piece.stop - piece.start for piece in pieces]
 
 

@@ -317,7 +317,7 @@ def _in_calls(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]
         return kernel(q, k, v, *calls[0].edges(q.device), *calls[0].longest)
     queries, keys = [sum(call.queries) for call in calls], [sum(call.keys) for call in calls]
     parts = zip(q.split(queries), k.split(keys), v.split(keys), calls, strict=True)
-    return torch.cat([_in_calls(kernel, *tensors, [call]) for *tensors, call in parts])
+    return torch.cat([_in_calls(kernel, q, k, v, [call]) for q, k, v, call in parts])
 
 
 def torch_flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:

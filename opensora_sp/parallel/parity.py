@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-
-from opensora_sp.common.tensors import map_tensors
 
 from .engine import ATTRIBUTE
 from .mesh import SequenceMesh
@@ -158,9 +155,7 @@ def verify_first_step(model: nn.Module) -> None:
 def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The whole output, and the gradients of a weighted sum of it, without touching ``p.grad``."""
     with torch.enable_grad():
-        # Two steps would go back through the graph of the tensors of encoded text. Inference
-        # tensors, which autograd cannot save, become normal ones.
-        args, kwargs = tree_map(partial(map_tensors, _copied), (args, kwargs))
+        args, kwargs = tree_map(_copied, (args, kwargs))
         output = model(*args, **kwargs)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
 
@@ -176,8 +171,18 @@ def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {OUTPUT: output.detach(), **dict(zip(named, gradients, strict=True))}
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copied(argument: Any) -> Any:
+    """A copy of a tensor, or of the tensors of a dataclass (encoded text), without its graph.
+
+    Two steps would go back through that graph. Inference tensors, which autograd cannot save,
+    become normal ones.
+    """
+    if isinstance(argument, Tensor):
+        return argument.detach().clone().requires_grad_(argument.requires_grad)
+    if is_dataclass(argument) and not isinstance(argument, type):
+        copies = {f.name: tree_map(_copied, getattr(argument, f.name)) for f in fields(argument)}
+        return replace(argument, **copies)
+    return argument
 
 
 def _difference(ours: Tensor, theirs: Tensor, floor: float) -> float:

@@ -162,7 +162,8 @@ def _attend_fused(
         return torch_attention(query, key, value, attn_mask, **options)
     if device == "cuda":
         return traced_sdpa(query, key, value)
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+    out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+    return out
 
 
 def rounded(number: int, unit: int) -> int:

@@ -8,7 +8,6 @@ last checkpoint: their SHA-256, learning rate and position in the data.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from recorded_draws import record_draws
+from restarts import content_of
 from runs import losses, write_training
 from worlds import in_worlds
 
@@ -188,7 +188,7 @@ def check(config: Path, root: Path, setup: Setup, cuts: list[Cut]) -> None:
 
         outputs = root / cut.name
         assert losses(outputs) == losses(root / "whole")[cut.first : cut.first + STEPS_AFTER]
-        assert state_after(outputs, steps[-1]) == state_after(root / "whole", steps[-1])
+        assert content_of(outputs, steps[-1]) == content_of(root / "whole", steps[-1])
 
 
 def compare(trace: Trace, whole: Trace, steps: range, where: str) -> None:
@@ -198,19 +198,6 @@ def compare(trace: Trace, whole: Trace, steps: range, where: str) -> None:
     first, end = (step * MICRO_BATCHES for step in (steps.start - 1, steps.stop - 1))
     wanted = {number: drawn for number, drawn in whole.drawn.items() if first <= number < end}
     assert trace.drawn == wanted, f"{where}: other random numbers"
-
-
-def state_after(outputs: Path, step: int) -> dict[str, Any]:
-    """Digests of all tensors, and the rest of the state."""
-    folder = outputs / f"step_{step:08d}"
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    state = json.loads((folder / "state.json").read_text())
-    del state["config"]  # which names the folder and the last step
-    digests = {
-        name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")
-    }
-    assert len(digests) == 3
-    return {**state, **digests}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from launched import LaunchedRanks
-from restarts import content_of
+from restarts import TINY, content_of
 from runs import write_training
 
 from campaigns.case import Case, with_sample
@@ -169,15 +169,7 @@ JOIN_TIMEOUT = 5.0
 PEER_TIMEOUT, COLLECTIVE_TIMEOUT = 5.0, 4.0
 LATER = 60.0  # the timeout that is not tested
 RANKS, STEPS = 3, 4
-SMALL = [
-    "warmup_steps=3",
-    "batch_size=3",
-    "num_frames=3",
-    "image_size=(16, 16)",
-    "model.depth=1",
-    "ckpt_every=2",
-    "micro_batches_per_step=1",
-]
+SMALL = [*TINY, "ckpt_every=2", "micro_batches_per_step=1"]
 BEFORE_THE_RUN = ("joining", "connecting", "the process group")
 AFTER_THE_WATCHDOG = [place for place in PLACES if place not in BEFORE_THE_RUN]
 

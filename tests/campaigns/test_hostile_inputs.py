@@ -692,9 +692,3 @@ def test_hostile_input_does_nothing(case: Case, tmp_path: Path, outside: Outside
             failures.append(str(error)[:800])
     assert not failures, "\n\n".join([f"{len(failures)} of {len(seeds)}:", *failures])
     assert content(outside.folder) == before
-
-
-# Readers without precautions, which the guard must notice.
-
-
-FOLLOW = {"format": "concat", "container_options": {"safe": "0"}}

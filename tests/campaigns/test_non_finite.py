@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from restarts import TINY
 from runs import write_training
 from safetensors.torch import load_file
 from worlds import TRAINING, in_worlds
@@ -53,14 +54,7 @@ LAYOUTS = {
     "dp 2": (2, ("sp_size=1", "micro_batches_per_step=2")),
     "sp 3": (3, ("sp_size=3",)),
 }
-SMALL = (
-    "warmup_steps=3",
-    "batch_size=3",
-    "num_frames=3",
-    "image_size=(16, 16)",
-    "model.depth=1",
-    "micro_batches_per_step=1",
-)
+SMALL = (*TINY, "micro_batches_per_step=1")
 TENSORS = ("model/model.safetensors", "ema/model.safetensors", "optimizer.safetensors")
 
 

@@ -6,6 +6,7 @@ two starts. Most jobs are forked from the warm process; where ranks import, they
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,17 +18,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from disturbed import (
-    UndisturbedRuns,
-    assert_same_bits,
-    start,
-    steps_of,
-    write_disturbed_training,
-)
-from jobs import Job, started_ranks
+from jobs import ElasticJob, Job, started_ranks
 from planted_faults import MOMENTS, ONLY_RANK_0, Fault
 from polling import wait_until
-from restarts import newest_step
+from restarts import TINY, Undisturbed, content_of, newest_step
 
 from campaigns.case import Case, with_sample
 from opensora_sp.checkpoint import verify
@@ -45,6 +39,7 @@ FIRST = 2  # step of the checkpoint from which some begin
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 TARGETS = ("rank 0", "rank 1", "ranks", "launcher", "job")
 IN_IMPORTS = 6  # cases with a real launcher
+OPTIONS = [*TINY, "grad_checkpoint=False", "ckpt_every=2", "keep_last=3", "grace_time=60"]
 
 # How often a rank reaches a moment at least, where it does more than once.
 REACHED = {
@@ -121,17 +116,8 @@ def draw(moment: str | None, action: str, to: str, random: Random) -> Preemption
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_disturbed_training(tmp_path_factory.mktemp("set"))
-
-
-@pytest.fixture(scope="module")
-def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> UndisturbedRuns:
-    return UndisturbedRuns(config, tmp_path_factory.mktemp("whole"))
-
-
-def with_every_checkpoint(sp_size: int) -> tuple[str, ...]:
-    return (f"sp_size={sp_size}", f"max_steps={LAST + 2}", "ckpt_every=1", "keep_last=None")
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(config, tmp_path_factory.mktemp("undisturbed"))
 
 
 def preempt(one: Preemption, start_job: Callable[..., Job]) -> tuple[Job, float]:
@@ -168,7 +154,9 @@ def assert_gone(job: Job, since: float, seconds: float = SECONDS) -> float:
 
 def assert_nothing_lost(job: Job, before: int) -> int:
     """The newest checkpoint is whole, and of the last step; returns that step."""
-    steps = [line["step"] for line in [*read_metrics(job.outputs), *steps_of(job)]]
+    queued = job.pids / "steps.jsonl"
+    lines = queued.read_text().splitlines() if queued.exists() else []
+    steps = [line["step"] for line in [*read_metrics(job.outputs), *map(json.loads, lines)]]
     last = max(steps, default=before)
     saved = newest_step(job.outputs)
     assert saved == last, f"lost: {last - saved} steps, the newest checkpoint is of {saved}"
@@ -180,16 +168,20 @@ def assert_nothing_lost(job: Job, before: int) -> int:
 def test_the_run_is_saved_and_gone(
     case: Case,
     config: Path,
-    whole: UndisturbedRuns,
+    undisturbed: Undisturbed,
     tmp_path: Path,
     jobs: list[Job],
 ) -> None:
     one: Preemption = case.arguments
-    wanted = whole[with_every_checkpoint(one.sp_size)]
-    options = [f"sp_size={one.sp_size}", *one.options]
+    wanted = undisturbed[2 // one.sp_size, one.sp_size]
+    heldout = config.with_name("clips.csv")
+    options = [f"sp_size={one.sp_size}", *OPTIONS, *one.options]
+    options += [f"validation={{'every': 2, 'manifest': {str(heldout)!r}, 'bins': 1}}"]
 
-    def start_job(*more: str, faults: dict[int, Fault] | None = None, **how: Any) -> Job:
-        return start(jobs, tmp_path, config, *options, *more, faults=faults or {}, **how)
+    def start_job(*more: str, **how: Any) -> Job:
+        kind = Job if "launcher" in how else ElasticJob
+        jobs.append(kind(tmp_path, config, *options, *more, **how))
+        return jobs[-1]
 
     if one.resumes:
         shutil.copytree(wanted / checkpoint_name(FIRST), tmp_path / "run" / checkpoint_name(FIRST))
@@ -201,7 +193,7 @@ def test_the_run_is_saved_and_gone(
         again = start_job(f"max_steps={stop}")
         assert again.process.wait(120) == 0, again.text
         again.until_gone(SECONDS)
-        assert_same_bits(again.outputs, wanted, stop)
+        assert content_of(again.outputs, stop) == content_of(wanted, stop)
     # Of a run that began with a checkpoint, earlier steps are in the folder of another.
     logged = [line["step"] for line in read_metrics(tmp_path / "run")]
     assert logged == list(range(logged[0], saved + 3)) and logged[0] in (1, FIRST + 1)

@@ -241,6 +241,8 @@ def train(layout: Layout, config: Path, outputs: Path, steps: int) -> dict[int, 
     record_draws(drawn)
     options = [f"outputs={outputs}", f"max_steps={steps}", f"ckpt_every={steps}"]
     options += [f"sp_size={layout[1]}", "micro_batches_per_step=4", "batch_size=1", "grad_clip=0.0"]
+    options += ["dataset.transform=resize_random_crop", "dataset.clip_start=random"]
+    options += ["mask_ratios={'image_head': 0.5}", "num_frames=3", "image_size=(16, 12)"]
     run.train(load_train_config(config, options), resume="auto")
     return drawn
 
@@ -266,7 +268,10 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def check_training(config: Path, whole: tuple[Path, dict], outputs: Path, pair: tuple) -> None:
-    """Ids, timesteps, noise and drops are those of one process, and so are losses and weights."""
+    """Ids, timesteps, noise, drops and masks are those of one process; so are losses and weights.
+
+    Losses and weights also show the crops of the clips.
+    """
     writer, reader = pair
     world = max(world_of(writer), world_of(reader))
     of_ranks = run_ranks(world, train_in_both, config, outputs, writer, reader)

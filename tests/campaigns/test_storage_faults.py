@@ -12,13 +12,11 @@ import io
 import json
 import multiprocessing
 import os
-import pkgutil
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -429,12 +427,6 @@ def on_a_disk(config: Path, undisturbed: Undisturbed, tmp_path: Path) -> Callabl
             pytest.skip(str(error))
 
     return call
-
-
-def test_every_call_exists() -> None:
-    for what in {*chain(*BEGIN.values()), *END.values()}:
-        if ":" in what:
-            assert callable(pkgutil.resolve_name(what))
 
 
 def test_a_failing_disk_harms_nothing(case: Case, on_a_disk: Callable[..., None]) -> None:

@@ -32,10 +32,8 @@ def _flags_as_before(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_is_set_before_a_run() -> None:
     use_deterministic_kernels()
-    assert (
-        torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
 

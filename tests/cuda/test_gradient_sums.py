@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cuda_stub import phase, requires_stub, run_on_stub
 from ranks import run_ranks
+from tiny_models import TINY
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,15 +96,8 @@ def gradients(
 
     Also the calls that added by index meanwhile.
     """
-    model = build_model(
-        "STDiT3",
-        hidden_size=16,
-        depth=2,
-        num_heads=1,
-        caption_channels=8,
-        model_max_length=6,
-        pred_sigma=False,
-    )
+    settings = dict(TINY, in_channels=4, hidden_size=16, num_heads=1, caption_channels=8)
+    model = build_model("STDiT3", **settings, pred_sigma=False)
     drawn(model).to(dtype)
     generator = torch.Generator().manual_seed(2)
     x, wanted = (torch.randn(1, 4, 16, 64, 64, generator=generator) for _ in range(2))
@@ -137,15 +131,8 @@ def step(model: nn.Module, size: tuple[int, ...], **more: Any) -> None:
 
 
 def some(name: str, **options: Any) -> nn.Module:
-    model = build_model(
-        name,
-        hidden_size=24,
-        depth=2,
-        num_heads=2,
-        caption_channels=8,
-        model_max_length=6,
-        **options,
-    )
+    settings = dict(TINY, in_channels=4, num_heads=2, caption_channels=8)
+    model = build_model(name, **settings | options)
     return drawn(model).bfloat16()
 
 

@@ -64,12 +64,8 @@ def backward(booster, model, optimizer, micro: dict[str, torch.Tensor]) -> torch
 def one_step(booster, model, optimizer, step: int, schedule=None) -> float:
     """A step on the global batch of this step; returns its mean loss."""
     mesh, batch = booster.plugin.mesh, make_batch(step)
-    losses = backward(
-        booster,
-        model,
-        optimizer,
-        {name: value[mesh.dp_rank :: mesh.dp_size] for name, value in batch.items()},
-    )
+    mine = slice(mesh.dp_rank, None, mesh.dp_size)
+    losses = backward(booster, model, optimizer, {name: batch[name][mine] for name in batch})
     optimizer.step()
     optimizer.zero_grad()
     if schedule is not None:
@@ -210,11 +206,8 @@ def lora(root: Path) -> None:
         booster = Booster(plugin=plugin)
         torch.manual_seed(0)
         bare = make_model()
-        targets = [
-            name
-            for name, m in bare.named_modules()
-            if name.endswith("qkv") or name.endswith("attn.proj")
-        ]
+        modules = dict(bare.named_modules())
+        targets = [name for name in modules if name.endswith(("qkv", "attn.proj"))]
         torch.manual_seed(attempt)
         model = booster.enable_lora(
             bare, lora_config=LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
@@ -227,11 +220,8 @@ def lora(root: Path) -> None:
             frozen = {name: p.clone() for name, p in bare.named_parameters() if not p.requires_grad}
             losses = [one_step(booster, model, optimizer, step) for step in range(3)]
             assert len(set(losses)) == 3 and len(frozen) > 40
-            assert all(
-                torch.equal(p, frozen[name])
-                for name, p in bare.named_parameters()
-                if name in frozen
-            )
+            parameters = dict(bare.named_parameters())
+            assert all(torch.equal(parameters[name], frozen[name]) for name in frozen)
             booster.save_model(model, str(names[0]), use_safetensors=True)
             booster.save_optimizer(optimizer, str(names[1]))
             booster.save_lora_as_pretrained(model, str(root / "adapters"), use_safetensors=True)

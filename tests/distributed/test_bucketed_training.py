@@ -106,17 +106,9 @@ def test_batch_sizes_are_chosen_for_the_smallest_device_and_kept(tmp_path: Path)
     ("options", "resume", "message"),
     [
         (["batch_order=mixed"], "auto", r"got batch_order mixed \(there by_cost\) to resume from"),
-        (
-            ["bucket_config={'144p': {3: (1.0, 2)}}"],
-            "auto",
-            r"got buckets \w+ \(there \w+\) to resume from",
-        ),
+        (["bucket_config={'144p': {3: (1.0, 2)}}"], "auto", r"got buckets \w+ \(there \w+\) to"),
         (["dataset.frame_interval=2"], "auto", r"got buckets \w+ \(there \w+\)"),
-        (
-            ["bucket_config={'2k': {900: (1.0, 2)}}"],
-            None,
-            "(?s)got no clip for any bucket.*fewer pixels than any",
-        ),
+        (["bucket_config={'2k': {900: (1.0, 2)}}"], None, "(?s)got no clip for any bucket.*fewer"),
     ],
 )
 def test_other_buckets_or_another_order_are_refused(

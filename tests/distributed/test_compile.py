@@ -111,14 +111,10 @@ def test_a_compiled_model_can_be_copied_and_refuses_strangers() -> None:
     )
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert copied.run_compiled.args == ("eager",)
-    with pytest.raises(
-        ValueError, match="got a model of class Linear; expected an STDiT model; call"
-    ):
+    with pytest.raises(ValueError, match="got a model of class Linear; expected an STDiT model"):
         compile_blocks(torch.nn.Linear(1, 1))
 
-    with pytest.raises(
-        ValueError, match="got a model of class Around.*pass the model that a wrapper holds"
-    ):
+    with pytest.raises(ValueError, match="got a model of class Around.*pass the model that a"):
         compile_blocks(Around(model), backend="eager")
 
 

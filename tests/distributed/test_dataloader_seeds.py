@@ -1,7 +1,6 @@
 """What a data set of the user's draws under ``prepare_dataloader``.
 
-campaigns/test_sample_log.py has the draws of our own training: equal in a group, different across
-replicas, the same for every sp_size, with 0 to 2 workers, and after resuming.
+campaigns/test_reshard.py has the draws of our own training, the same for every (dp, sp).
 """
 
 from __future__ import annotations

@@ -141,10 +141,7 @@ def test_a_run_that_is_stopped_leaves_what_it_found(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        ValueError,
-        match="got --device cuda, and torch sees no GPU; expected .*; look at the driver",
-    ):
+    with pytest.raises(ValueError, match="got --device cuda, and torch sees no GPU; expected"):
         setup_for("cuda")
 
 

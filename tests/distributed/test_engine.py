@@ -10,6 +10,7 @@ import torch.distributed as dist
 from operator_counts import operators
 from parity_cases import DEPTH, FULL, PLAIN, Case, make_inputs, make_model
 from ranks import run_ranks
+from tiny_models import TINY
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from opensora_sp.models import build_model
@@ -67,9 +68,7 @@ def refused_everywhere() -> list[str]:
 
     model(**make_inputs(case))
     shared_otherwise = parallelize(make_model(case), mesh, strategy="ulysses" if rank else "switch")
-    with pytest.raises(
-        ValueError, match="got different options .*: strategy is 'switch' on rank 0, 'ulysses'"
-    ):
+    with pytest.raises(ValueError, match="got different options .*: strategy is 'switch' on rank"):
         shared_otherwise(**make_inputs(case))
 
     return reported + other_modes(model, case, rank)
@@ -104,9 +103,7 @@ def mixed_layouts() -> None:
         double.rows.slice(make_inputs(PLAIN[0])["x"])
 
     block, rows = model.spatial_blocks[0], single.rows.transposed()
-    with pytest.raises(
-        ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5; expected \[5, 20"
-    ):
+    with pytest.raises(ValueError, match=r"got tokens \(3, 7, 12\) as spatial rows \[0, 5\) of 5"):
         block.attn(torch.zeros(3, 7, 12, dtype=torch.float64), rows)
 
 
@@ -179,17 +176,8 @@ def verified() -> None:
 def windows_with_unused_conditions() -> torch.nn.Module:
     """Embedders of conditions that a batch lacks get zeros: one number, expanded to the weight."""
     torch.manual_seed(0)
-    model = build_model(
-        "STDiT3",
-        in_channels=2,
-        hidden_size=12,
-        depth=1,
-        num_heads=2,
-        caption_channels=5,
-        model_max_length=6,
-        kernel_size=(2, 2, -1),
-        use_cond=True,
-    )
+    settings = dict(TINY, hidden_size=12, depth=1, num_heads=2)
+    model = build_model("STDiT3", **settings, kernel_size=(2, 2, -1), use_cond=True)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double()
@@ -220,10 +208,7 @@ def test_errors_and_counts_on_ranks() -> None:
 
 def test_bad_options_are_refused() -> None:
     for options, reported in [
-        (
-            dict(strategy="ring"),
-            "got strategy 'ring'; expected one of ['switch', 'ulysses', 'split_gather']",
-        ),
+        (dict(strategy="ring"), "got strategy 'ring'; expected one of"),
         (dict(overlap_chunks=0), "got overlap_chunks 0; expected at least 1"),
         (dict(overlap_backward=True, strategy="ulysses"), "whose exchanges lie between blocks"),
     ]:
@@ -236,7 +221,5 @@ def test_bad_options_are_refused() -> None:
             parallelize(model, SequenceMesh(1), **options)
         assert unwrap(model) is model and not model._forward_pre_hooks
 
-    with pytest.raises(
-        ValueError, match=r"got sp_size 4 with 1 processes; expected an sp_size that divides"
-    ):
+    with pytest.raises(ValueError, match=r"got sp_size 4 with 1 processes; expected an sp_size"):
         SequenceMesh(4)

@@ -222,9 +222,7 @@ def test_a_checkpoint_names_nothing_to_import(folder: Path, tmp_path: Path, key:
     state["config"][key] = {"type": "os.system"}
     (checkpoint / "state.json").write_text(json.dumps(state))
     (checkpoint / "COMMIT").write_text("")
-    with pytest.raises(
-        ValueError, match=rf"{key}\.type 'os\.system' in .*state.json, which is data"
-    ):
+    with pytest.raises(ValueError, match=rf"{key}\.type 'os\.system' in .*state.json, which is"):
         preflight(Settings(str(checkpoint), str(folder / "held" / "clips.csv")))
 
 

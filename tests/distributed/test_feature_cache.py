@@ -156,10 +156,7 @@ CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["vae.pool=(1, 16, 8)"],
-            r"got vae.pool \[1, 16, 8\] \(there \[1, 16, 16\]\) with the feature cache",
-        ),
+        (["vae.pool=(1, 16, 8)"], r"got vae.pool \[1, 16, 8\] \(there \[1, 16, 16\]\) with the"),
         (["text_encoder.max_length=9"], r"got text_encoder.max_length 9 \(there 12\)"),
         (
             ["dataset.transform=resize_random_crop"],
@@ -167,22 +164,10 @@ CACHED = ["dataset.type=CachedFeatures", "dataset.path={folder}/cache", "outputs
         ),
         (["dataset.clip_start=random"], r"dataset.clip_start 'random' \(there 'middle'\)"),
         (["dataset.frame_interval=2"], r"dataset.frame_interval 2 \(there 1\)"),
-        (
-            ["dataset.manifest={folder}/other.jsonl"],
-            r"got dataset.manifest text '24 of 24 cells, digest \w+' \(there '24 of 24 cells",
-        ),
-        (
-            ["bucket_config={{'144p': {{4: (1.0, 1)}}}}"],
-            r"got bucket_config and .* lacks \d+ clips of 4x.*which adds",
-        ),
-        (
-            ["max_steps=60"],
-            r"got bucket_config and max_steps 60, for which the feature cache .* lacks \d+ clips",
-        ),
-        (
-            ["dataset.path={folder}"],
-            r"without index.json; expected a finished feature cache; run opensora-sp",
-        ),
+        (["dataset.manifest={folder}/other.jsonl"], r"got dataset.manifest text '24 of 24 cells"),
+        (["bucket_config={{'144p': {{4: (1.0, 1)}}}}"], r"got bucket_config and .* lacks \d+"),
+        (["max_steps=60"], r"got bucket_config and max_steps 60, for which the feature cache"),
+        (["dataset.path={folder}"], r"without index.json; expected a finished feature cache; run"),
     ],
 )
 def test_a_cache_of_something_else_is_refused_by_name(
@@ -199,15 +184,9 @@ def test_a_cache_of_something_else_is_refused_by_name(
 
 def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
     for option, message in [
-        (
-            "dataset.clip_start=random",
-            "got dataset.transform 'resize_random_crop', clip_start 'random' and noise_",
-        ),
+        ("dataset.clip_start=random", "got dataset.transform 'resize_random_crop', clip_start"),
         ("dataset.type=VideoText", "'VideoText' with bucket_config"),
-        (
-            "dataset.path=cache",
-            "got dataset.type 'VariableVideoText' with manifest .* and path 'cache'",
-        ),
+        ("dataset.path=cache", "got dataset.type 'VariableVideoText' with manifest .* and path"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_reproducible(load_train_config(folder / "mixed.py", [option]))

@@ -287,9 +287,7 @@ def test_what_cannot_be_traced_is_reported_before_the_work(
     config = trained.parent / "config.py"
     monkeypatch.setenv("WORLD_SIZE", "2")
     fresh = load_train_config(config, [f"outputs={tmp_path}"])
-    with pytest.raises(
-        ValueError, match="got --profile 5-7, and a run of steps 1 to 6; expected some of these"
-    ):
+    with pytest.raises(ValueError, match="got --profile 5-7, and a run of steps 1 to 6; expected"):
         preflight(fresh, None, Steps.parse("5-7"))
 
     resumed = load_train_config(config, [f"outputs={trained}", "max_steps=9"])

@@ -9,21 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiny_models import TINY
 from torch import Tensor, nn
 
 from opensora_sp.models import build_model
 from opensora_sp.parallel import CommLedger, SequenceMesh, ShardPlan, parallelize, register_plan
 
-MODEL = dict(
-    in_channels=2,
-    hidden_size=24,
-    depth=2,
-    num_heads=2,
-    caption_channels=5,
-    model_max_length=6,
-    mlp_ratio=2.0,
-    pred_sigma=False,
-)
+MODEL = dict(TINY, num_heads=2, pred_sigma=False)
 
 
 def make_model(kind: str = "STDiT3", **options: Any) -> Any:

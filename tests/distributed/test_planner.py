@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from runs import batch_of, features_of
+from tiny_models import TINY
 
 from opensora_sp.cli import main
 from opensora_sp.config import TrainConfig, load_inference_config, load_train_config
@@ -45,15 +46,7 @@ pytestmark = pytest.mark.core
 
 # --- bytes sent
 
-TINY = dict(
-    in_channels=2,
-    hidden_size=24,
-    num_heads=3,
-    depth=2,
-    caption_channels=5,
-    model_max_length=4,
-    mlp_ratio=2.0,
-)
+SMALL_MODEL = dict(TINY, model_max_length=4)
 FAST_LINKS = CostModel(flops=400e12, bandwidth=80e12, latency=0)
 IMAGES = dict(skip_temporal=True)
 WINDOWS = dict(kernel_size=(2, 2, -1), use_spatial_rope=True, num_heads=2)
@@ -86,7 +79,7 @@ def of_model(options: dict) -> tuple[dict, dict]:
     Links are fast, so that small models, too, split heads.
     """
     parallel = {"cost_model": FAST_LINKS, **options}
-    return {**TINY, **parallel.pop("model", {})}, parallel
+    return {**SMALL_MODEL, **parallel.pop("model", {})}, parallel
 
 
 def counted_steps() -> list[dict[str, int]]:
@@ -388,10 +381,8 @@ def test_a_plan_is_of_the_kernels_of_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert made[1].run.kernels_in_words == "in plain torch"
     # torch's builds for the CPU come without Triton.
     if run_plan.is_installed("triton"):
-        assert (
-            made[0].run.kernels_in_words == "with Triton kernels"
-            and fused.activations < plain.activations
-        )
+        assert made[0].run.kernels_in_words == "with Triton kernels"
+        assert fused.activations < plain.activations
     else:
         assert fused.activations == plain.activations
 
@@ -407,10 +398,8 @@ def test_a_gpu_sets_memory_and_rates_unless_the_config_has_a_cost_model(small: s
     assert [made.run.options.cost_model.name for made in (slow, fast)] == ["H100", "H200"]
     assert fast.buckets[0].seconds < slow.buckets[0].seconds
     own = plan(load_train_config(small, [*options, "cost_model=H100"]), 4, gpu="H200")
-    assert (
-        own.run.options.cost_model.name == "H100"
-        and own.buckets[0].seconds == slow.buckets[0].seconds
-    )
+    assert own.run.options.cost_model.name == "H100"
+    assert own.buckets[0].seconds == slow.buckets[0].seconds
     with pytest.raises(ValueError, match="got --gpu 'A1'; expected one of"):
         plan(load_train_config(small), 4, gpu="A1")
 
@@ -440,10 +429,7 @@ def test_table_and_json_hold_the_same_numbers(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--gpus", "6"],
-            "got sp_size 4 with 6 processes; expected an sp_size that divides the number of",
-        ),
+        (["--gpus", "6"], "got sp_size 4 with 6 processes; expected an sp_size that divides the"),
         (["--gpus", "2"], "got sp_size 4 with 2 processes"),
         (["--gpus", "0"], "got --gpus 0; expected a positive number"),
         (["--gpus", "8", "--gpus-per-node", "0"], "got --gpus-per-node 0; expected a positive"),
@@ -488,7 +474,7 @@ def test_models_of_one_block_for_both_attentions(small: str, model: str, sent: i
 def test_windows_are_traced_on_several_ranks() -> None:
     """Plans of their exchanges are real, though the model is traced on fake tensors."""
     layout.plan_exchange.cache_clear()
-    config = resolve_config("STDiT3", **{**TINY, **WINDOWS})
+    config = resolve_config("STDiT3", **{**SMALL_MODEL, **WINDOWS})
     traced = [
         trace_activations(
             "STDiT3",
@@ -507,7 +493,7 @@ def test_windows_are_traced_on_several_ranks() -> None:
 
 def test_the_rank_with_most_frames_is_traced() -> None:
     """Of 5 frames on 4 ranks the last one holds two, so its peak is that of 8 frames or nearly."""
-    config = resolve_config("STDiT3", **TINY)
+    config = resolve_config("STDiT3", **SMALL_MODEL)
     five, eight = (
         trace_activations(
             "STDiT3",

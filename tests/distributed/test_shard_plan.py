@@ -299,9 +299,7 @@ def refused_plans() -> None:
         parallelize(Branches(called="class"), mesh)(x)
     with pytest.raises(ValueError, match="a forward that did not call 'head'"):
         parallelize(Branches(called="no head"), mesh)(x)
-    with pytest.raises(
-        ValueError, match=r"got 'mask' of shape \(1, 4, 4\); expected axes b t s of sizes"
-    ):
+    with pytest.raises(ValueError, match=r"got 'mask' of shape \(1, 4, 4\); expected axes b t s"):
         parallelize(Branches(), mesh)(x, torch.ones(1, 4, 4))
 
     with pytest.raises(ValueError, match="copy before parallelize"):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from random_weights import draw_weights
 from ranks import run_ranks
 from runs import batch_of, write_toy_set
+from tiny_models import TINY
 from torch import Tensor
 from worlds import in_worlds
 
@@ -186,15 +187,8 @@ class Counting(Encoders):
         return super().text_features(items)
 
 
-MODEL = dict(
-    in_channels=3,
-    caption_channels=8,
-    model_max_length=WORDS,
-    hidden_size=24,
-    depth=1,
-    num_heads=2,
-    mlp_ratio=2.0,
-)
+CAPTIONS = dict(caption_channels=8, model_max_length=WORDS)
+MODEL = dict(TINY, in_channels=3, depth=1, num_heads=2, **CAPTIONS)
 MODELS: dict[str, tuple[str, dict]] = {
     "STDiT3": ("STDiT3", dict(pred_sigma=False)),
     "patches of 2 frames": ("STDiT3", dict(pred_sigma=False, patch_size=(2, 2, 2))),
@@ -429,16 +423,10 @@ def pick(folder: Path) -> tuple[list[int], list[float], list[str], int, str]:
         replaced = clips.corrupt.report(CPU)
     assert counter.calls["data", "forward"] == 1 + attempts(plan)
     clips.corrupt.max_bad_fraction = 0.22
-    with pytest.raises(
-        ValueError,
-        match=r"got 2 corrupt clips of 8 read, .*at most dataset.max_bad_fraction = 0.22",
-    ) as error:
+    with pytest.raises(ValueError, match=r"got 2 corrupt clips of 8 read, .*at most") as error:
         clips.corrupt.report(CPU)
     hopeless = clips_of(Drawn(lambda sample: True), 1.0)
-    with pytest.raises(
-        ValueError,
-        match=r"got no readable clip in 20 tries for a batch of 7 frames of 28x20, the last \S+: ",
-    ):
+    with pytest.raises(ValueError, match=r"got no readable clip in 20 tries for a batch of 7"):
         hopeless.encode(batch, [hopeless.dataset[sample] for sample in hopeless.samples(batch)])
     verified = clips_of(Drawn(), 1.0, whole=True)  # all of the first batch, for the bare model
     read = [verified.dataset[sample] for sample in verified.samples(batch)]

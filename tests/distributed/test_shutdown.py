@@ -64,7 +64,7 @@ def many_groups(count: int) -> None:
 
 
 @sample_or_grid
-@pytest.mark.parametrize(("ranks", "sample"), [(1, 100), (2, 60)])
+@pytest.mark.parametrize(("ranks", "sample"), [(1, 30), (2, 20)])
 def test_groups_end(ranks: int, sample: int, grid: bool) -> None:
     run_ranks(ranks, many_groups, 2000 if grid else sample, timeout=1200)
 

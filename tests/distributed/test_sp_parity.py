@@ -216,10 +216,7 @@ def test_what_cannot_be_parallelized_is_refused(monkeypatch: pytest.MonkeyPatch)
     # This bypasses the hook that takes "output".
     assert torch.is_tensor(model.forward(**make_inputs(PLAIN[0])))
 
-    with pytest.raises(
-        ValueError,
-        match=r"got a model of class Linear with sharding_points None.*register_plan\(Linear",
-    ):
+    with pytest.raises(ValueError, match=r"got a model of class Linear with sharding_points None"):
         parallelize(torch.nn.Linear(1, 1), SequenceMesh(1))
 
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -121,10 +121,8 @@ def compare_few_rows() -> None:
     assert_same_order_of_gradients(Case((1, 1, 4, 4), mask=True), mesh, SLOW_LINKS)
     few = Case((1, mesh.sp_size - 1, 4, 6), heads=3)
     counter = assert_one_process_result(few, mesh, cost_model=SLOW_LINKS)
-    assert (
-        counter.calls["switch", "forward"] == 2 * DEPTH - 1
-        and not counter.calls["heads", "forward"]
-    )
+    assert counter.calls["switch", "forward"] == 2 * DEPTH - 1
+    assert not counter.calls["heads", "forward"]
 
 
 @pytest.mark.slow

@@ -161,10 +161,8 @@ def test_training_does_not_notice_it(trained: tuple[Path, list[float]]) -> None:
 
 def test_heldout_losses_by_bin(trained: tuple[Path, list[float]]) -> None:
     folder, expected = trained
-    lines = [
-        json.loads(line)
-        for line in (folder / "current" / "validation.jsonl").read_text().splitlines()
-    ]
+    written = (folder / "current" / "validation.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
     torch.testing.assert_close(lines[-1]["loss_by_bin"], expected, rtol=1e-5, atol=1e-6)
     assert lines[-1]["loss"] == pytest.approx(sum(expected) / 3)
@@ -205,12 +203,8 @@ def test_what_cannot_be_validated_is_refused(
         TRAIN.format(manifest=str(write_toy_set(tmp_path, 3))) + "sp_size = 1\n"
     )
     with pytest.raises(ValueError, match=message):
-        preflight(
-            load_train_config(
-                tmp_path / "train.py", [f"validation.{option}" for option in options]
-            ),
-            None,
-        )
+        given = [f"validation.{option}" for option in options]
+        preflight(load_train_config(tmp_path / "train.py", given), None)
 
 
 def heldout_losses_by_batch_size(config: Path, folder: Path, sp_size: int) -> list[list[float]]:

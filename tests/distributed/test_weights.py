@@ -18,6 +18,7 @@ from random_weights import draw_weights
 from ranks import run_ranks
 from runs import ROOT, SAMPLE, TRAIN
 from safetensors.torch import load_file, save_file
+from tiny_models import TINY
 
 from opensora_sp.checkpoint import find_weights, from_pretrained, save_pretrained
 from opensora_sp.checkpoint.model_config import check_model_config, write_model_config
@@ -34,15 +35,7 @@ from opensora_sp.sampling.run import preflight as sampling_preflight
 from opensora_sp.training.preflight import check_initial_weights
 
 pytestmark = pytest.mark.core
-SMALL = dict(
-    in_channels=3,
-    caption_channels=8,
-    model_max_length=12,
-    hidden_size=24,
-    depth=2,
-    num_heads=3,
-    mlp_ratio=2.0,
-)
+SMALL = dict(TINY, in_channels=3, caption_channels=8, model_max_length=12)
 TABLE = dict(SMALL, input_size=(4, 8, 6), space_scale=0.5)
 FOREIGN = {  # what the public folders say beside the model's settings
     "_name_or_path": "somewhere",
@@ -67,16 +60,11 @@ def drawn(name: str, seed: int = 0, **options: Any) -> Any:
 
 def same(ours: State, theirs: State) -> bool:
     """The same names in the same dtype to the last bit."""
-    return ours.keys() == theirs.keys() and all(
-        ours[n].dtype == theirs[n].dtype
-        and ours[n].shape == theirs[n].shape
-        and bool(
-            (
-                ours[n].contiguous().view(torch.uint8) == theirs[n].contiguous().view(torch.uint8)
-            ).all()
-        )
-        for n in ours
-    )
+    for name in ours.keys() & theirs.keys():
+        one, other = (state[name].contiguous().view(torch.uint8) for state in (ours, theirs))
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(one, other):
+            return False
+    return ours.keys() == theirs.keys()
 
 
 def inputs(
@@ -234,11 +222,8 @@ LAYOUTS = {
 def test_every_layout_is_read_to_the_last_bit(layout: str, model: STDiT3, tmp_path: Path) -> None:
     given = LAYOUTS[layout](model, tmp_path)
     read = from_pretrained(**given)
-    assert (
-        type(read) is STDiT3
-        and read.config == model.config
-        and same(read.state_dict(), model.state_dict())
-    )
+    assert type(read) is STDiT3 and read.config == model.config
+    assert same(read.state_dict(), model.state_dict())
     assert [p.requires_grad for p in read.parameters()] == [
         p.requires_grad for p in model.parameters()
     ]
@@ -267,11 +252,8 @@ def booster_folders(folder: Path) -> None:
     boosted, optimizer, *_ = booster.boost(bare, optimizer)
     for shard in (True, False):
         for safe in (True, False):
-            path = (
-                folder
-                / f"shard={shard} safe={safe}"
-                / ("model.safetensors" if safe and not shard else "model")
-            )
+            name = "model.safetensors" if safe and not shard else "model"
+            path = folder / f"shard={shard} safe={safe}" / name
             path.parent.mkdir(exist_ok=True)
             LowLevelZeroCheckpointIO().save_model(
                 boosted, str(path), shard=shard, use_safetensors=safe, size_per_shard=0.01
@@ -403,10 +385,8 @@ def test_strict_loading_reports_every_difference(
         "4 differences: missing spatial_blocks.*.attn.qkv.weight (2 times); "
         "unexpected controlnet.weight; "
     ) in message
-    assert (
-        "of another shape t_block.1.bias [150], not [144]" in message
-        and "conversion" not in message
-    )
+    assert "of another shape t_block.1.bias [150], not [144]" in message
+    assert "conversion" not in message
 
     loose = STDiT3.from_pretrained(tmp_path / "a.safetensors", strict=False, **SMALL)
     assert "4 differences: missing spatial_blocks.*.attn.qkv.weight" in caplog.text
@@ -427,6 +407,12 @@ def test_strict_loading_reports_every_difference(
 
 
 # config.json of the public folders.
+
+
+def starting_with(prefix: str, tensors: State) -> State:
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors[name] for name in names}
+
 
 OFFICIAL = {
     "stdit3_v12_plain": STDiT3,
@@ -451,11 +437,7 @@ def official(name: str, folder: Path, **more: Any) -> tuple[dict[str, Any], Stat
     if about["upstream_release"] == "v1.3":
         said.setdefault("kernel_size", None)  # as this one does
     (folder / "config.json").write_text(json.dumps({**said, **more}))
-    state = {
-        key.removeprefix("state/"): value
-        for key, value in tensors.items()
-        if key.startswith("state/")
-    }
+    state = starting_with("state/", tensors)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return about, tensors
 
@@ -470,11 +452,7 @@ def test_official_folders_give_the_released_output(
     assert "config.json: ignored _name_or_path, architectures" in caplog.text
     assert ("is of Open-Sora 1.1: qk_norm_legacy=True" in caplog.text) == ("v11" in name)
     assert ("is of Open-Sora 1.3" in caplog.text) == ("v13" in name)
-    given = {
-        key.removeprefix("input/"): value
-        for key, value in tensors.items()
-        if key.startswith("input/")
-    }
+    given = starting_with("input/", tensors)
     if "mask_index" in given:
         given["mask_index"] = given["mask_index"].tolist()
     close(model(**given), tensors["output"])
@@ -509,12 +487,8 @@ def test_settings_that_may_change_the_model_are_refused(tmp_path: Path) -> None:
 def test_null_caption_of_another_length(length: int, model: STDiT3, tmp_path: Path) -> None:
     save_pretrained(model, tmp_path / "hf")
     if length != 12:
-        message = refused(
-            "y_embedder.y_embedding [12, 8], not",
-            from_pretrained,
-            tmp_path / "hf",
-            model_max_length=length,
-        )
+        differing, options = "y_embedder.y_embedding [12, 8], not", dict(model_max_length=length)
+        message = refused(differing, from_pretrained, tmp_path / "hf", **options)
         assert "convert=['y_embedding']" in message
 
     other = from_pretrained(tmp_path / "hf", model_max_length=length, convert=["y_embedding"])
@@ -555,12 +529,8 @@ def test_position_tables_of_another_size(tmp_path: Path, caplog: pytest.LogCaptu
     model = drawn("STDiT", **TABLE)
     torch.save(model.state_dict(), tmp_path / "v1.pth")
     options = {**SMALL, "input_size": (6, 6, 10), "space_scale": 1.0, "allow_pickle": True}
-    message = refused(
-        "pos_embed [1, 12, 24], not [1, 15, 24]",
-        STDiT.from_pretrained,
-        tmp_path / "v1.pth",
-        **options,
-    )
+    differing, load = "pos_embed [1, 12, 24], not [1, 15, 24]", STDiT.from_pretrained
+    message = refused(differing, load, tmp_path / "v1.pth", **options)
 
     assert "convert=['pos_embed']" in message
     with caplog.at_level(logging.INFO, "opensora_sp"):
@@ -694,12 +664,8 @@ def test_nothing_is_overwritten_or_left_half_written(
     refused("which is there already", model.save_pretrained, out)
     (tmp_path / "file").touch()
     refused("which is there already", model.save_pretrained, tmp_path / "file")
-    refused(
-        "got max_shard_size '5 apples'",
-        model.save_pretrained,
-        tmp_path / "a",
-        max_shard_size="5 apples",
-    )
+    save, many = model.save_pretrained, "5 apples"
+    refused(f"got max_shard_size '{many}'", save, tmp_path / "a", max_shard_size=many)
 
     def full(*_: Any) -> None:
         assert list(tmp_path.glob(".partial-b/*.safetensors")) and not (tmp_path / "b").exists()
@@ -745,20 +711,10 @@ def test_convert_writes_a_folder(
 
     for extra in ((), ("--no-ema", "--dtype", "bf16", "--max-shard-size", "20000")):
         out = tmp_path / f"out{len(extra)}"
-        convert(
-            tmp_path / "a.pt",
-            out,
-            "--model",
-            "STDiT3",
-            "--allow-pickle",
-            "--options",
-            *options,
-            *extra,
-        )
-        assert (
-            f"wrote STDiT3, 0.0 M parameters, torch.{'bfloat16' if extra else 'float32'}"
-            in capsys.readouterr().out
-        )
+        model_of = ("--model", "STDiT3", "--allow-pickle", "--options", *options)
+        convert(tmp_path / "a.pt", out, *model_of, *extra)
+        dtype = "bfloat16" if extra else "float32"
+        assert f"wrote STDiT3, 0.0 M parameters, torch.{dtype}" in capsys.readouterr().out
 
     assert same(load_file(tmp_path / "out0" / "model.safetensors"), model.state_dict())
     assert same(
@@ -829,15 +785,10 @@ def test_runs_start_from_foreign_weights(tmp_path: Path) -> None:
 
     check_initial_weights(train)
     found = build_pipeline(sample, place, SequenceMesh(1), torch.device("cpu")).model.state_dict()
-    unchanged = {
-        name: tensor
-        for name, tensor in foreign.state_dict().items()
-        if found[name].shape == tensor.shape
-    }
+    state = foreign.state_dict()
+    unchanged = {name: state[name] for name in state if found[name].shape == state[name].shape}
 
-    assert (
-        same({name: found[name] for name in unchanged}, unchanged)
-        and len(found) - len(unchanged) == 3
-    )
+    assert same({name: found[name] for name in unchanged}, unchanged)
+    assert len(found) - len(unchanged) == 3
     with pytest.raises(ValueError, match="got conversion 'all'"):
         load_train_config(tmp_path / "train.py", ["convert=['all']"])

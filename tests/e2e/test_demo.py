@@ -6,10 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from check_demo import (
-    captioned_clips,
-    main,
-)
+from check_demo import captioned_clips, main
 from runs import ROOT, run
 
 from opensora_sp.data.manifest import Manifest
@@ -29,18 +26,8 @@ def test_more_held_out_clips_than_captions_are_refused() -> None:
 @pytest.mark.slow
 def test_the_demo_asks_for_captions_that_training_leaves_out(tmp_path: Path) -> None:
     for more, held_out in [((), False), (("--all-captions",), True)]:
-        done = run(
-            "scripts/make_toy_clips.py",
-            tmp_path,
-            "--num",
-            "40",
-            "--size",
-            "16",
-            "--num-frames",
-            "2",
-            *more,
-        )
-
+        small = ("--num", "40", "--size", "16", "--num-frames", "2")
+        done = run("scripts/make_toy_clips.py", tmp_path, *small, *more)
         assert done.returncode == 0, done.stderr
         rows = Manifest(tmp_path / "clips.csv")
         assert len(rows) == 40 and all(row.path.is_file() for row in rows)

@@ -9,8 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import FOR_LONG, Job, assert_stopped_well
+from jobs import FOR_LONG, ElasticJob, Job, assert_stopped_well
 from planted_faults import Fault
+
+from opensora_sp.checkpoint import verify
+from opensora_sp.checkpoint.paths import committed_checkpoints
+from opensora_sp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +48,21 @@ def test_ranks_whose_colossalai_run_has_gone_stop_with_a_checkpoint(
     # One of its copies waits for a signal that nobody sends.
     job.until_gone(30, but="colossalai")
     assert_stopped_well(job, f"the launcher (process {job.process.pid}) has exited")
+
+
+def test_the_launcher_starts_killed_ranks_again_which_resume(
+    config: Path, tmp_path: Path, jobs: list[Job]
+) -> None:
+    """In a save, and while they resume; ``test_kill.py`` compares the bits of next starts."""
+    faults = {0: Fault("save", 1, 2, "SIGKILL"), 1: Fault("resume", 0, 1, "SIGKILL")}
+    options = ("max_steps=6", "ckpt_every=2")
+    job = ElasticJob(tmp_path, config, *options, faults=faults, restarts=2)
+    jobs.append(job)
+    assert job.process.wait(120) == 0, job.text
+    job.until_gone(15)
+
+    assert all((job.pids / f"struck-{attempt}").exists() for attempt in faults), job.text
+    assert [line["step"] for line in read_metrics(job.outputs)] == [1, 2, 3, 4, 5, 6]
+    for checkpoint in committed_checkpoints(job.outputs):
+        verify(checkpoint)
+    assert not [path for path in job.outputs.iterdir() if ".partial" in path.name]

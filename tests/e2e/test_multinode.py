@@ -117,16 +117,8 @@ def torchrun(config: Path, outputs: Path, node: int, *options: str) -> list[str 
 
 def test_torchrun_joins_at_a_rendezvous(pair: list[Host], config: Path, tmp_path: Path) -> None:
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "alpha:29600", "--rdzv_id", "run-1"]
-    command = [
-        "torchrun",
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "1",
-        *rendezvous,
-        "scripts/train.py",
-        config,
-    ]
+    two_nodes = ["--nnodes", "2", "--nproc_per_node", "1"]
+    command = ["torchrun", *two_nodes, *rendezvous, "scripts/train.py", config]
     runs = [
         host.start(*command, "--cfg-options", f"outputs={tmp_path}/run", "max_steps=3")
         for host in pair

@@ -46,11 +46,8 @@ def test_a_difference_is_reported_with_the_exit_status(
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "2"])
     reported = capsys.readouterr().out
-    assert (
-        left.value.code == 1
-        and "NOT EQUAL" in reported
-        and reported.index("5.0e-01  b") < reported.index("1.0e-12  a")
-    )
+    assert left.value.code == 1 and "NOT EQUAL" in reported
+    assert reported.index("5.0e-01  b") < reported.index("1.0e-12  a")
 
     nan = Verdict(output=float("nan"), gradients={}, all_zero=(), tolerance=1e-8)
     assert not nan.agrees and "NOT EQUAL" in verify.report(nan)
@@ -70,7 +67,5 @@ def test_the_adapters_of_an_int8_base_are_verified_on_it() -> None:
 def test_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as left:
         main(["verify", str(DEMO), "--ranks", "1"])
-    assert (
-        left.value.code == 2
-        and "got sp_size 1 to verify; expected at least 2 ranks" in capsys.readouterr().err
-    )
+    assert left.value.code == 2
+    assert "got sp_size 1 to verify; expected at least 2 ranks" in capsys.readouterr().err

@@ -20,17 +20,8 @@ from runs import BIN, ROOT
 
 TOOLS = ("ip", "unshare", "nsenter", "setpriv", "ssh-keygen")
 NETWORK = "10.77.0"
-UNSHARED = (
-    "--net",
-    "--uts",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-    "--propagation",
-    "private",
-)
+NAMESPACES = ("--net", "--uts", "--mount", "--pid")
+UNSHARED = (*NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
@@ -55,17 +46,7 @@ class Host:
 
     def command(self, *command: str | Path) -> list[str]:
         """The command line that runs a command on the host, in the project's root."""
-        inside = [
-            "nsenter",
-            "--target",
-            str(self.pid),
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            f"--wd={ROOT}",
-            "--",
-        ]
+        inside = ["nsenter", "--target", str(self.pid), *NAMESPACES, f"--wd={ROOT}", "--"]
         return [*inside, "setpriv", "--pdeathsig", "KILL", *map(str, command)]  # ends with nsenter
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -82,25 +63,16 @@ class Host:
     def start(
         self, *command: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*command),
-            env=self.environment(env),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+        options = dict(env=self.environment(env), text=True, stdin=subprocess.DEVNULL)
+        outputs = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(self.command(*command), **options, **outputs)
 
     def run(
         self, *command: str | Path, env: Mapping[str, str] | None = None, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
+        options = dict(env=self.environment(env), text=True, stdin=subprocess.DEVNULL)
         return subprocess.run(
-            self.command(*command),
-            env=self.environment(env),
-            text=True,
-            capture_output=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
+            self.command(*command), capture_output=True, timeout=timeout, **options
         )
 
     def replace(self, path: Path, text: str, mode: int = 0o644) -> None:
@@ -122,11 +94,10 @@ class Host:
 
     def ranks(self) -> list[int]:
         """Ranks on this host, without their children; process ids as seen from outside."""
-        having = [
-            pid
-            for pid in processes_beside(self.pid)
-            if b"\0LOCAL_RANK=" in b"\0" + _of(pid, "environ")
-        ]
+        having = []
+        for pid in processes_beside(self.pid):
+            if b"\0LOCAL_RANK=" in b"\0" + _of(pid, "environ"):
+                having.append(pid)
         return [pid for pid in having if _parent(pid) not in having]
 
 
@@ -161,12 +132,8 @@ def hosts(folder: Path, *names: str) -> Iterator[list[Host]]:
     key = folder / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=1)}
-    known = (
-        "\n".join(
-            ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
-        )
-        + "\n"
-    )
+    lines = ["127.0.0.1 localhost", *(f"{addresses[name]} {name}" for name in names)]
+    known = "\n".join([*lines, ""])
 
     with ExitStack() as running:
         switch = running.enter_context(_namespaces())
@@ -239,6 +206,6 @@ def _start_sshd(host: Host, key: Path) -> None:
 
 
 def _inside(pid: int, *command: str | Path) -> None:
-    inside = ["nsenter", "--target", str(pid), "--net", "--uts", "--mount", "--pid", "--"]
+    inside = ["nsenter", "--target", str(pid), *NAMESPACES, "--"]
     done = subprocess.run([*inside, *map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"

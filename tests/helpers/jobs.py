@@ -173,9 +173,8 @@ def assert_stopped_well(job: Job, message: str) -> int:
     verify(newest)
     steps = [line["step"] for line in read_metrics(job.outputs)]
     log = (job.outputs / "train.log").read_text()
-    assert (
-        newest.name == f"step_{steps[-1]:08d}" and f"stopped after step {steps[-1]} of 1000" in log
-    )
+    assert newest.name == f"step_{steps[-1]:08d}"
+    assert f"stopped after step {steps[-1]} of 1000" in log
     assert message in log, log
     return steps[-1]
 

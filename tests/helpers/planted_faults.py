@@ -53,7 +53,7 @@ class Fault:
     """What happens when a rank reaches a moment for the ``number``-th time in an attempt.
 
     Attributes:
-        action: the name of a signal, "raise", or "flip": one bit of a weight, at "update".
+        action: the name of a signal, or "raise".
         to: who gets the signal: "self", "rank 0", "rank 1", "ranks", "launcher", or "job": all of
             these with the workers of loaders, as of schedulers.
     """
@@ -81,18 +81,15 @@ class Planted:
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.left -= 1
             if self.left == 0:
-                self.strike(*args)
+                self.strike()
             return plain(*args, **kwargs)
 
         setattr(place, name, watched)
 
-    def strike(self, *args: Any) -> None:
+    def strike(self) -> None:
         write_whole(self.folder / f"struck-{self.attempt}", repr(time.monotonic()))
         if self.fault.action == "raise":
             raise ValueError(PLANTED_ERROR)
-        if self.fault.action == "flip":
-            return flip_a_bit(*args)
-
         if self.fault.to == "self":
             return os.kill(os.getpid(), signal.Signals[self.fault.action])
         # From another process: a worker ends at the SIGTERM of its rank.
@@ -121,15 +118,6 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}")
     partial.write_text(text)
     partial.rename(path)
-
-
-def flip_a_bit(training_step: Any, *args: Any) -> None:
-    """The lowest bit of an fp32 master weight of this rank."""
-    import torch
-
-    shards = training_step.tensors.shards.master_weights.values()
-    shard = next(shard for shard in shards if shard.numel())
-    shard.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 def watch_steps(path: Path | None, attempt: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from random_weights import draw_weights
+from tiny_models import TINY
 
 from opensora_sp.diffusion import velocity_loss
 from opensora_sp.models import build_model
@@ -13,18 +14,7 @@ GLOBAL_BATCH, STEPS = 7, 2
 
 
 def make_model() -> torch.nn.Module:
-    model = build_model(
-        "STDiT3",
-        in_channels=2,
-        hidden_size=24,
-        depth=2,
-        num_heads=3,
-        caption_channels=5,
-        model_max_length=6,
-        mlp_ratio=2.0,
-        pred_sigma=False,
-    )
-    return draw_weights(model)
+    return draw_weights(build_model("STDiT3", **TINY, pred_sigma=False))
 
 
 def make_batch(step: int) -> dict[str, torch.Tensor]:

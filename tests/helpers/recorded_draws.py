@@ -26,8 +26,8 @@ def record_draws(into: dict[int, tuple]) -> None:
             return batch
         drawn = [*draws.noise, batch.noised.t, batch.inputs["drop_caption"], draws.drop_path]
         digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in drawn)).hexdigest()
-        ids = tuple(batch.ids.tolist())
-        into[loaded.micro_batch.number] = (ids, tuple(batch.noised.t.tolist()), digest)
+        ids, times = tuple(batch.ids.tolist()), tuple(batch.noised.t.tolist())
+        into[loaded.micro_batch.number] = (ids, times, digest, draws.frame_mask)
         return batch
 
     recorded.original, recorded_make.original = batch_of, make

@@ -144,17 +144,11 @@ def run(
     A launcher and its ranks import everything: where neither is the subject, take ``run_forked``.
     """
     port = str(free_port())
+    one_node = ["--nproc_per_node", str(ranks), "--master_port", port]
     start: list[str | Path] = {
         "python": [sys.executable],
-        "torchrun": [BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", port],
-        "colossalai": [
-            BIN / "colossalai",
-            "run",
-            "--nproc_per_node",
-            str(ranks),
-            "--master_port",
-            port,
-        ],
+        "torchrun": [BIN / "torchrun", *one_node],
+        "colossalai": [BIN / "colossalai", "run", *one_node],
     }[launcher]
 
     environment = {

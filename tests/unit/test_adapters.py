@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from random_weights import draw_weights
 from safetensors.torch import save_file
+from tiny_models import TINY
 from torch import nn
 
 from opensora_sp.checkpoint.adapters import (
@@ -254,9 +255,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         shallow = build_model("STDiT3", **{**COMMON, "depth": 1})
         wide = build_model("STDiT3", **{**COMMON, "hidden_size": 48})
-    with pytest.raises(
-        ValueError, match=r"got adapters of 'spatial_blocks.1.attn.proj' and 13 more"
-    ):
+    with pytest.raises(ValueError, match=r"got adapters of 'spatial_blocks.1.attn.proj' and 13"):
         check_adapters(adapters, shallow)
     with pytest.raises(ValueError, match="did you mean 'spatial_blocks.0.attn.proj'.*weights/mine"):
         check_adapters(adapters, shallow)
@@ -387,21 +386,13 @@ def test_frozen_layers_have_no_gradients_of_weights() -> None:
     assert FROZEN_STEP < ratio < STEP == whole.step(latents, text) / whole.forward(latents, text)
 
 
+CAPTIONS = dict(caption_channels=8, model_max_length=12)
 CONFIG = dict(
     num_frames=8,
     image_size=(32, 32),
     vae=dict(type="PatchPoolVAE", pool=(1, 4, 4)),
     text_encoder=dict(type="HashedBagOfWords", width=8, max_length=12),
-    model=dict(
-        type="STDiT3",
-        in_channels=3,
-        caption_channels=8,
-        model_max_length=12,
-        hidden_size=24,
-        depth=2,
-        num_heads=3,
-        pred_sigma=False,
-    ),
+    model=dict(TINY, in_channels=3, type="STDiT3", pred_sigma=False, **CAPTIONS),
     dataset=dict(manifest="clips.csv"),
     max_steps=1,
 )

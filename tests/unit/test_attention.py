@@ -210,13 +210,8 @@ class StandIn(types.ModuleType):
     def flash_attn_func(self, q, k, v, dropout_p=0.0, causal=False, deterministic=False):
         self.asked.append(deterministic)
         self.check(q, k, v)
-        assert (
-            q.ndim == 4
-            and q.shape[0] == k.shape[0]
-            and k.shape == v.shape
-            and not causal
-            and not dropout_p
-        )
+        assert q.ndim == 4 and q.shape[0] == k.shape[0] and k.shape == v.shape
+        assert not causal and not dropout_p
         self.calls.append("rows")
         return _explicit(q, k, v)
 

@@ -117,10 +117,8 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_continue(
         clips = list(chain.from_iterable(batch.ids for batch in batches))
         assert sorted(clips) == np.flatnonzero(epoch.entry_of_clip >= 0).tolist()
         for batch in batches:
-            assert (
-                batch.epoch == epoch.number
-                and len({int(epoch.entry_of_clip[i]) for i in batch.ids}) == 1
-            )
+            assert batch.epoch == epoch.number
+            assert len({int(epoch.entry_of_clip[i]) for i in batch.ids}) == 1
             entry = plan.buckets.entries[epoch.entry_of_clip[batch.ids[0]]]
             assert len(batch.ids) <= entry.batch_size and batch.shape.num_frames == entry.num_frames
             assert all(
@@ -135,16 +133,11 @@ def test_every_kept_clip_comes_once_in_an_epoch_and_steps_continue(
 
     batch = plan.step(0)[0]
     replaced = [plan.substitute(batch, batch.ids[0], attempt) for attempt in range(12)]
-    assert (
-        all(rows[i].num_frames >= batch.shape.num_frames for i in replaced)
-        and len(set(replaced)) > 1
-    )
+    assert all(rows[i].num_frames >= batch.shape.num_frames for i in replaced)
+    assert len(set(replaced)) > 1
     assert made(rows, work, per_step=4, seed=4).step(0) != plan.step(0)
-    assert (
-        plan.fingerprint
-        == again.fingerprint
-        != made(rows, work, per_step=4, buckets={"144p": {1: (1.0, 2)}}).fingerprint
-    )
+    other = made(rows, work, per_step=4, buckets={"144p": {1: (1.0, 2)}})
+    assert plan.fingerprint == again.fingerprint != other.fingerprint
 
 
 def test_mixed_steps_have_the_same_micro_batches_in_random_order(
@@ -235,10 +228,7 @@ def test_the_report_names_dropped_clips_and_the_reason(tmp_path: Path, work: Wor
 
     assert counted[-1] == 1 and counted[-2] and counted[-3]
     assert f"{(found >= 0).sum()} of 401 clips" in report[-1]
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)got no clip for any bucket.*4k x 900 .*dropped .*expected at least one",
-    ):
+    with pytest.raises(ValueError, match=r"(?s)got no clip for any bucket.*4k x 900 .*dropped"):
         made(rows, work, per_step=4, buckets={"4k": {900: (1.0, 1)}})
 
     some = made(rows, work, per_step=4, buckets={"144p": {1: (1.0, 16)}, "4k": {900: (1.0, 1)}})
@@ -273,14 +263,8 @@ def test_buckets_that_some_epoch_may_draw_clips_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["bucket_config={'240': {1: (1.0, 1)}}"],
-            "got the resolution '240' in bucket_config.*did you mean '240p'",
-        ),
-        (
-            ["bucket_config={'240p': {1: (1.5, 1)}}"],
-            r"got bucket_config\['240p'\]\[1\] = \(1.5, 1\)",
-        ),
+        (["bucket_config={'240': {1: (1.0, 1)}}"], "got the resolution '240' in bucket_config"),
+        (["bucket_config={'240p': {1: (1.5, 1)}}"], r"got bucket_config\['240p'\]\[1\] = \(1.5"),
         (["bucket_config={'240p': {1: ((1.0, 0.5), 1)}}"], "expected one for images"),
         (["bucket_config={'240p': {5: (1.0, 0)}}"], "batch size"),
         (["bucket_config={'240p': {5: (0.0, None)}}"], "keeps no clip"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -11,6 +13,9 @@ from types import ModuleType
 import pytest
 from campaigns.case import Case
 from campaigns.conftest import CASES
+from campaigns.test_kill import CALLS, OF_RANK_0
+from campaigns.test_storage_faults import BEGIN, END
+from planted_faults import MOMENTS
 
 CAMPAIGNS = sorted(path.stem for path in Path(__file__).parents[1].glob("campaigns/test_*.py"))
 
@@ -31,3 +36,9 @@ def test_every_campaign_has_its_size_and_a_sample(name: str) -> None:
     assert len({case.name for case in cases}) == len(cases)
     assert any(case.in_sample for case in cases)
     assert [case.name for case in drawn(module, seed=0)] == [case.name for case in cases]
+
+
+def test_every_call_exists_in_which_a_fault_is_planted() -> None:
+    of_storage = [what for what in chain(*BEGIN.values(), END.values()) if ":" in what]
+    for what in {*MOMENTS.values(), *chain(*CALLS.values(), *OF_RANK_0.values()), *of_storage}:
+        assert callable(pkgutil.resolve_name(what))

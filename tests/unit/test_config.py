@@ -43,16 +43,8 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["optimiser.lr=1"],
-            "unknown key 'optimiser'.*did you mean 'optimizer'. .--cfg-options optimiser.lr=1]",
-        ),
-        (
-            ["optimizer.learning_rate=1"],
-            "unknown key 'optimizer.learning_rate'; expected one of .'type', 'lr'.*'eps'",
-        ),
-        (["dataset.manifst='a'"], "did you mean 'manifest'"),
-        (["model.hiden_size=4"], "did you mean 'hidden_size'"),
+        (["optimiser.lr=1"], "unknown key 'optimiser'.*did you mean 'optimizer'. .--cfg-options"),
+        (["optimizer.learning_rate=1"], "unknown key 'optimizer.learning_rate'; expected one of"),
         (["model.depth=abc"], "got model.depth = 'abc'; expected a valid integer; change"),
         (["model.depth=2.5"], "got model.depth = 2.5; expected a valid integer; change"),
         (["model.depth=0"], "got depth 0; expected a positive number"),
@@ -60,20 +52,11 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         (["model.num_heads=0"], "got num_heads 0; expected a positive number"),
         (["model.patch_size=(2, 2)"], r"got model.patch_size = \(2, 2\); expected one more entry"),
         (["model.qk_norm=maybe"], "got model.qk_norm = 'maybe'; expected a valid boolean; change"),
-        (
-            ["model.skip_y_embedder=True"],
-            "got skip_y_embedder=True, for text that is projected already",
-        ),
+        (["model.skip_y_embedder=True"], "got skip_y_embedder=True, for text that is projected"),
         (["model.type=3"], "got model without the name of a type"),
         (["vae.pool=4"], "got vae.pool = 4; expected a valid tuple; change vae.pool"),
-        (
-            ["scheduler.cfg_scale=high"],
-            "got scheduler.cfg_scale = 'high'; expected a valid number; change",
-        ),
-        (
-            ["scheduler.num_sampling_steps=0"],
-            "got scheduler.num_sampling_steps = 0; expected",
-        ),
+        (["scheduler.cfg_scale=high"], "got scheduler.cfg_scale = 'high'; expected a valid number"),
+        (["scheduler.num_sampling_steps=0"], "got scheduler.num_sampling_steps = 0; expected"),
         (["model.type=STDiT4"], "got model 'STDiT4'; expected one of"),
         (["vae.pol=4"], "unknown key 'vae.pol'.*did you mean 'pool'"),
         (["text_encoder.type=bert"], "got text_encoder.type 'bert'; expected one of"),
@@ -83,16 +66,10 @@ def test_every_config_loads_builds_on_meta_and_dumps_to_itself(path: Path, tmp_p
         (["image_size=None", "resolution=big"], "expected 'HxW' or a number"),
         (["noequals"], "expected key=value"),
         (["sp_size.x=1"], "sp_size is 2; expected a dict there"),
-        (
-            ["resume=auto"],
-            "unknown key 'resume'; expected a known one; pass the option --resume auto",
-        ),
+        (["resume=auto"], "unknown key 'resume'; expected a known one; pass the option --resume"),
         (["optimizer.lr=1e999"], "got optimizer.lr = .*; expected a finite number; change"),
         (["scheduler.cfg_scale=1e999"], "got scheduler.cfg_scale = inf; expected a finite number"),
-        (
-            ["vae.type=VideoAutoencoderKL"],
-            r"key 'vae.pool'.*--cfg-options .vae=dict\(type='VideoAutoencoderKL', ...\)",
-        ),
+        (["vae.type=VideoAutoencoderKL"], r"key 'vae.pool'.*--cfg-options .vae=dict\(type="),
     ],
 )
 def test_mistakes_are_refused_by_name(options: list[str], message: str) -> None:
@@ -161,12 +138,8 @@ def test_timesteps_of_every_config_are_sound(path: Path) -> None:
     assert not flow.legacy_frame_count  # so latent frames count
     geometry = Geometry(*(torch.tensor([float(n)]) for n in (*cfg.size, frames)))
     sampled = torch.cat(flow.sampling_timesteps(1, geometry))
-    assert (
-        sampled.isfinite().all()
-        and (sampled.diff() < 0).all()
-        and sampled[0] == 1000
-        and sampled[-1] > 0
-    )
+    assert sampled.isfinite().all() and (sampled.diff() < 0).all()
+    assert sampled[0] == 1000 and sampled[-1] > 0
     drawn = flow.timesteps_from(torch.tensor([0.1, 0.5, 0.9]), geometry)
     assert (drawn.diff() > 1).all() and drawn.min() > 0 and drawn.max() < 1000
 

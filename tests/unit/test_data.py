@@ -114,7 +114,7 @@ def test_the_loader_yields_each_micro_batch_with_its_items(num_workers: int) -> 
     for replica in range(3):
         batches = ReplicaBatches(plan, start=0, stop=2, replica=replica, num_replicas=3)
         for number, step in enumerate(StepLoader(Echo(), batches, num_workers=num_workers, seed=0)):
-            assert step.micro_batches == plan.step(number) and step.num_samples == 12
+            assert step.micro_batches == plan.step(number)
             of_step = list(step.loaded)
             assert len(of_step) == 2
             assert all(one.items == one.micro_batch.samples for one in of_step)
@@ -146,10 +146,7 @@ def test_clips_too_short_by_the_manifest_are_skipped(tmp_path: Path) -> None:
     assert stand_ins == {0, 2, 3, 5}
     assert order_state(cfg, plan, 6)["num_samples"] == 4
 
-    with pytest.raises(
-        ValueError,
-        match=r"got 1 clips \(5 of 6 skipped, too short for 5 frames\) and batch_size 2",
-    ):
+    with pytest.raises(ValueError, match=r"got 1 clips \(5 of 6 skipped, too short for 5 frames\)"):
         short = cfg.model_copy(
             update={"dataset": cfg.dataset.model_copy(update={"frame_interval": 9})}
         )

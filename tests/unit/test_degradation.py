@@ -35,11 +35,8 @@ def test_each_kind_is_drawn_with_its_probability() -> None:
     assert set(spatial) == {1, 2, 4, 8}
     assert 2 * spatial.count(2) == pytest.approx(spatial.count(4), rel=0.3)
     shares = [one.gaussian_pixel for one in drawn]
-    assert (
-        min(shares) >= 0
-        and 0.39 < max(shares) < 0.4
-        and not any(one.gaussian_feature for one in drawn)
-    )
+    assert min(shares) >= 0 and 0.39 < max(shares) < 0.4
+    assert not any(one.gaussian_feature for one in drawn)
     for found, wanted in (
         (sum(one != 1 for one in spatial), PROB["downsample_spatial"]),
         (sum(one.downsample_temporal != 1 for one in drawn), PROB["downsample_temporal"]),

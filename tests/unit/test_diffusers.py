@@ -338,10 +338,7 @@ def test_other_folders_and_schedulers(v12: Path, tmp_path: Path) -> None:
     index = json.loads((v12 / "pipe" / "model_index.json").read_text())
     for change, message in (
         ({"_class_name": "LattePipeline"}, "of 'LattePipeline'; expected 'OpenSoraPipeline'"),
-        (
-            {"vae_config": {"type": "os.system"}},
-            r"got vae_config.type 'os.system' in .*; expected one of .*; pass the object itself",
-        ),
+        ({"vae_config": {"type": "os.system"}}, r"got vae_config.type 'os.system' in .*; expected"),
     ):
         (tmp_path / "model_index.json").write_text(json.dumps(index | change))
         with pytest.raises(ValueError, match=message):

@@ -115,15 +115,9 @@ def test_names_of_open_sora_1_1_and_1_2() -> None:
 @pytest.mark.parametrize(
     ("ratios", "message"),
     [
-        (
-            {"image_hed": 0.1},
-            "got the mask strategy 'image_hed' in mask_ratios; expected.*did you mean 'image_head'",
-        ),
+        ({"image_hed": 0.1}, "got the mask strategy 'image_hed' in mask_ratios; expected.*did you"),
         ({"xyz": 0.1}, "got the mask strategy 'xyz'.*take one of these"),
-        (
-            {"image_head": -0.1},
-            r"got mask_ratios \{'image_head': -0.1\} that .* numbers from 0 to 1",
-        ),
+        ({"image_head": -0.1}, r"got mask_ratios \{'image_head': -0.1\} that .* numbers from 0 to"),
         ({"image_head": float("nan")}, "expected numbers from 0 to 1"),
         ({"image_head": 0.7, "random": 0.4}, "that sum to 1.1; expected .* at most 1 in sum"),
         ({"intepolate": 0.1, "interpolate": 0.1}, "two names of the strategy 'interpolate'"),
@@ -138,10 +132,7 @@ def test_configs_refuse_bad_ratios_and_models_that_do_not_fit_the_scheduler() ->
     for option, message in [
         ("mask_ratios={'image_hed': 0.1}", "did you mean 'image_head'"),
         ("mask_ratios={'image_head': 1.5}", "expected numbers from 0 to 1"),
-        (
-            "scheduler={'type': 'iddpm'}",
-            "set model.pred_sigma=True, or scheduler.learn_sigma=False",
-        ),
+        ("scheduler={'type': 'iddpm'}", "set model.pred_sigma=True, or scheduler"),
         (
             "scheduler={'type': 'iddpm', 'learn_sigmas': True}",
             "unknown key 'scheduler.learn_sigmas'.*'learn_sigma'",

@@ -58,9 +58,7 @@ def test_schedules_and_respacing(release: str) -> None:
     outcomes = about["outcome_of_requests"]
     assert outcomes["ddim7"] == outcomes["ddim500"] == "ok" and outcomes["ddim400"] == "ValueError"
     assert len(respaced_steps(1000, "ddim7")) == 7 and len(respaced_steps(1000, "ddim500")) == 500
-    with pytest.raises(
-        ValueError, match="got timestep_respacing 'ddim400' of 1000 steps.*take 'ddim334', or '400'"
-    ):
+    with pytest.raises(ValueError, match="got timestep_respacing 'ddim400' of 1000 steps.*take"):
         respaced_steps(1000, "ddim400")
 
 
@@ -222,14 +220,8 @@ def test_elementwise_terms_and_timesteps() -> None:
     ("options", "message"),
     [
         (dict(noise_schedule="quadratic"), "got noise_schedule 'quadratic'; expected 'linear' or"),
-        (
-            dict(timestep_respacing="many"),
-            "got timestep_respacing 'many'; expected numbers of steps",
-        ),
-        (
-            dict(timestep_respacing="600,600"),
-            r"'600,600', 600 steps out of a section of 500; expected at most 500",
-        ),
+        (dict(timestep_respacing="many"), "got timestep_respacing 'many'; expected numbers of"),
+        (dict(timestep_respacing="600,600"), r"'600,600', 600 steps out of a section of 500"),
         (
             dict(timestep_respacing="ddim20", num_sampling_steps=10),
             "got num_sampling_steps 10 and timestep_respacing",
@@ -245,9 +237,7 @@ def test_options_that_do_not_exist_are_refused(options: dict, message: str) -> N
 def test_what_a_sampler_and_a_model_must_bring() -> None:
     with pytest.raises(ValueError, match="got no draw_noise"):
         IDDPM(num_sampling_steps=2).sample(lambda x, t, m: x, torch.zeros(1, 2, 1, 1, 1))
-    with pytest.raises(
-        ValueError, match=r"set model.pred_sigma=True, or scheduler.learn_sigma=False"
-    ):
+    with pytest.raises(ValueError, match=r"set model.pred_sigma=True, or scheduler"):
         IDDPM().check_channels(4, 4)
     IDDPM(learn_sigma=False).check_channels(4, 4)
 

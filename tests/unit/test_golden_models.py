@@ -17,6 +17,7 @@ from golden_models import (
     with_state,
 )
 from golden_values import GOLDEN, close, close_table, load, under
+from tiny_models import TINY
 
 from opensora_sp.models import PatchGrid, build_model
 from opensora_sp.models.blocks import FinalLayer, STDiT3Block
@@ -336,41 +337,23 @@ def test_an_empty_text_mask_counts_as_its_first_token() -> None:
         ),
         ({"y": torch.zeros(2, 1, 3, 5)}, r"expected \[2, 1, L, 4\]"),
         ({"y": torch.zeros(2, 1, 4, 4)}, "at most model_max_length = 3"),
-        (
-            {"mask": torch.ones(2, 2, dtype=torch.bool)},
-            r"got a text mask of shape \(2, 2\), .* expected \[2, 3\]",
-        ),
-        (
-            {"mask": torch.zeros(2, 3)},
-            r"torch.float32 on cpu; expected .* bool or integers",
-        ),
+        ({"mask": torch.ones(2, 2, dtype=torch.bool)}, r"got a text mask of shape \(2, 2\)"),
+        ({"mask": torch.zeros(2, 3)}, r"torch.float32 on cpu; expected .* bool or integers"),
         ({"y": torch.zeros(2, 1, 3, 4, device="meta")}, "got y of .* on meta; expected .* on cpu"),
         (
             {"x_mask": torch.ones(2, 5, dtype=torch.bool)},
             r"got x_mask of shape \(2, 5\), .* expected \[2, 3\]",
         ),
-        (
-            {"x_mask": torch.ones(2, 3)},
-            "got x_mask of .* torch.float32 on cpu; expected .* torch.bool",
-        ),
-        (
-            {"drop_caption": torch.ones(2)},
-            "got drop_caption of .* torch.float32 on cpu; expected .* torch.bool",
-        ),
+        ({"x_mask": torch.ones(2, 3)}, "got x_mask of .* torch.float32 on cpu; expected .* torch"),
+        ({"drop_caption": torch.ones(2)}, "got drop_caption of .* torch.float32 on cpu; expected"),
         ({"x_mask": torch.tensor([[True, False, True]] * 2)}, "differs inside a patch of 2 frames"),
         ({"drop_path": torch.zeros(1, 2, dtype=torch.bool)}, r"expected \[2, 2\]"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(change: dict, message: str) -> None:
-    model = build_model(
-        "STDiT3",
-        hidden_size=16,
-        depth=1,
-        num_heads=2,
-        caption_channels=4,
-        model_max_length=3,
-        patch_size=(2, 2, 2),
-    )
+    captions = dict(caption_channels=4, model_max_length=3)
+    settings = dict(TINY, in_channels=4, hidden_size=16, depth=1, num_heads=2, **captions)
+    model = build_model("STDiT3", **settings, patch_size=(2, 2, 2))
     inputs = dict(x=torch.zeros(2, 4, 3, 4, 4), timestep=torch.zeros(2), y=torch.zeros(2, 1, 3, 4))
     with pytest.raises(ValueError, match=message):
         model(**{**inputs, **change})
@@ -382,15 +365,10 @@ def test_sizes_that_a_model_cannot_take_are_refused() -> None:
         build_model(name, **SMALL, **OWN_OPTIONS[name]) for name in ("STDiT", "STDiT2")
     )
 
-    with pytest.raises(
-        ValueError, match=r"got latents of size \(3, 4, 6\); expected the input_size \(3, 4, 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"got latents of size \(3, 4, 6\); expected the"):
         stdit(**{**inputs, "x": torch.zeros(2, 4, 3, 4, 6)})
 
-    with pytest.raises(
-        ValueError,
-        match=r"got input_size \(3, 5, 4\) and patch_size \(1, 2, 2\); .* in whole patches",
-    ):
+    with pytest.raises(ValueError, match=r"got input_size \(3, 5, 4\) and patch_size \(1, 2, 2\)"):
         build_model("STDiT", input_size=(3, 5, 4))
     with pytest.raises(ValueError, match="got no height, ar; expected one number per sample"):
         stdit2(

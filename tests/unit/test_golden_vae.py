@@ -160,9 +160,7 @@ def test_frame_counts_that_do_not_fit_are_refused(pipeline: tuple, tmp_path: Pat
         if released[2] == asked:
             assert list(vae.decode(latents, num_frames=asked).shape) == released
         else:
-            with pytest.raises(
-                ValueError, match=f"got {other['latent_frames']} latent frames to decode to {asked}"
-            ):
+            with pytest.raises(ValueError, match=f"got {other['latent_frames']} latent frames to"):
                 vae.decode(latents, num_frames=asked)
 
 

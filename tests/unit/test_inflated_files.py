@@ -139,26 +139,19 @@ def saved(suffix: str, **options: object) -> bytes:
 
 def crafted() -> dict[str, Callable[[], bytes]]:
     """By name: what writes a hostile file, when its test runs."""
-    files: dict[str, Callable[[], bytes]] = {}
-    for name in HEADERS:
-        files |= {
-            f"{name}.png": lambda name=name: png(bombs(name)),
-            f"{name} thrice.png": lambda name=name: png(bombs(name, 3)),
-            f"{name} after.png": lambda name=name: png(after=bombs(name)),
-            f"{name} animation.png": lambda name=name: apng(bombs(name)),
-            f"{name} between.png": lambda name=name: apng(between=bombs(name)),
-            f"{name} named.mp4": lambda name=name: png(bombs(name)),
-            f"{name}.ico": lambda name=name: icon(png(bombs(name))),
-        }
-        for suffix in ("mov", "avi"):
-            files |= {
-                f"{name} first.{suffix}": lambda name=name, suffix=suffix: video(
-                    suffix, png(bombs(name)), png()
-                ),
-                f"{name} second.{suffix}": lambda name=name, suffix=suffix: video(
-                    suffix, png(), png(bombs(name))
-                ),
-            }
+    # Every chunk that inflates, and one of them in every place.
+    files: dict[str, Callable[[], bytes]] = {
+        **{f"{name}.png": lambda name=name: png(bombs(name)) for name in HEADERS},
+        "zTXt thrice.png": lambda: png(bombs("zTXt", 3)),
+        "zTXt after.png": lambda: png(after=bombs("zTXt")),
+        "zTXt animation.png": lambda: apng(bombs("zTXt")),
+        "zTXt between.png": lambda: apng(between=bombs("zTXt")),
+        "zTXt named.mp4": lambda: png(bombs("zTXt")),
+        "zTXt.ico": lambda: icon(png(bombs("zTXt"))),
+        "zTXt first.mov": lambda: video("mov", png(bombs("zTXt")), png()),
+        "zTXt second.mov": lambda: video("mov", png(), png(bombs("zTXt"))),
+        "zTXt second.avi": lambda: video("avi", png(), png(bombs("zTXt"))),
+    }
 
     def header(before: bytes = b"", *, is_long: bool = False, to_end: bool = False) -> bytes:
         """A box of a movie whose content is compressed."""

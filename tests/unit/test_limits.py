@@ -398,10 +398,3 @@ def test_links_in_a_circle(circle: Path) -> None:
             check_writable(folder)
         with pytest.raises(ValueError, match="is no folder that can be written"):
             preflight(parse([SAMPLE, "--prompt", "a", "--outputs", str(folder)]))
-
-
-def test_a_file_has_the_name_of_a_run(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new")
-    (tmp_path / "run").touch()
-    with pytest.raises(ValueError, match="is no folder that can be written"):
-        check_writable(tmp_path / "run")

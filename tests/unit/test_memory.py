@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,18 +41,9 @@ OPTIONS = {
 def largest(name: str, T: int, side: int, masks: bool) -> tuple[LargestTensor, int]:
     width, text = 12, 40
     options = OPTIONS[name] | (dict(input_size=(T, side, side)) if name == "STDiT" else {})
-    model = build_model(
-        name if name.startswith("STDiT") else "STDiT3",
-        in_channels=2,
-        hidden_size=width,
-        depth=1,
-        num_heads=2,
-        mlp_ratio=1.0,
-        caption_channels=4,
-        model_max_length=text,
-        patch_size=(1, 1, 1),
-        **options,
-    )
+    settings = dict(TINY, hidden_size=width, depth=1, num_heads=2, mlp_ratio=1.0)
+    settings |= dict(caption_channels=4, model_max_length=text, patch_size=(1, 1, 1), **options)
+    model = build_model(name if name.startswith("STDiT") else "STDiT3", **settings)
     inputs = dict(
         x=torch.randn(2, 2, T, side, side),
         timestep=torch.tensor([1.0, 2.0]),

@@ -145,9 +145,7 @@ def test_an_archive_has_no_bombs(tmp_path: Path) -> None:
     for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         with zipfile.ZipFile(file, "w", method) as opened:
             opened.writestr("a/data.pkl", state + bytes(1 << 20))
-        with pytest.raises(
-            ValueError, match="a.bin, which cannot be read .*data.pkl is compressed"
-        ):
+        with pytest.raises(ValueError, match="a.bin, which cannot be read .*data.pkl is"):
             open_weights(file, allow_pickle=True)
 
     directory_size, zeros = 1 << 40, bytes(4)
@@ -246,9 +244,7 @@ def write_claims(file: IO[bytes], claims: Any) -> None:
 def test_a_tensor_outside_of_its_storage_is_refused(claim: Claim, tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("wb") as opened:
         write_claims(opened, {"a": Claim(), "b": claim})
-    with pytest.raises(
-        ValueError, match="which (cannot be read|lists 2 tensors of) .*; expected w"
-    ):
+    with pytest.raises(ValueError, match="which (cannot be read|lists 2 tensors of) .*; expected"):
         open_weights(tmp_path / "a.bin", allow_pickle=True)
 
 

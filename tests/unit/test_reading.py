@@ -119,9 +119,7 @@ def test_frames_are_those_of_ffmpeg(videos: Path, name: str) -> None:
             apart = np.abs(wanted.astype(np.int16) - frame).mean(axis=(1, 2, 3))
             assert apart.argmin() == place and apart[place] < 1, (start, count, interval, place)
 
-    with pytest.raises(
-        ValueError, match=rf"got {len(wanted)} frames; expected at least {len(wanted) + 1}"
-    ):
+    with pytest.raises(ValueError, match=rf"got {len(wanted)} frames; expected at least"):
         read_video(videos / name, num_frames=2, start=len(wanted) - 1)
     assert np.array_equal(
         read_frames(videos / name)[-1],
@@ -157,9 +155,7 @@ def test_a_frame_that_is_lost_is_not_made_up_for_by_a_later_one(
         video, "_frames_from", lambda *of: (found for found in decoded(*of) if found[0] != 33)
     )
     for start in (31, 33):
-        with pytest.raises(
-            ValueError, match=rf"1 of its frames {start} to {start + 2} cannot be decoded"
-        ):
+        with pytest.raises(ValueError, match=rf"1 of its frames {start} to {start + 2} cannot be"):
             read_video(videos / "b.mp4", num_frames=2, start=start, interval=2)
     assert len(read_video(videos / "b.mp4", num_frames=2, start=32, interval=2)[0]) == 2
 
@@ -172,10 +168,7 @@ def test_a_reference_of_frames_of_two_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "both.mp4").write_bytes(
         b"".join((tmp_path / f"{size}.ts").read_bytes() for size in ("64x48", "32x48"))
     )
-    with pytest.raises(
-        ValueError,
-        match=r"got '.*both.mp4', which cannot be decoded .*; expected an image or a video",
-    ):
+    with pytest.raises(ValueError, match=r"got '.*both.mp4', which cannot be decoded .*; expected"):
         read_frames(tmp_path / "both.mp4")
 
 
@@ -292,11 +285,7 @@ def test_an_index_is_written_whole_or_not_at_all(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "clips.csv",
-            "path,text,height\na.mp4,b,tall\n",
-            "got height 'tall' for clip 1 of .*expected a whole number >= 0 or nothing",
-        ),
+        ("clips.csv", "path,text,height\na.mp4,b,tall\n", "got height 'tall' for clip 1 of"),
         ("clips.csv", "path,text,num_frames\na.mp4,b,inf\n", "got num_frames 'inf' for clip 1"),
         ("clips.csv", "path,text,width\na.mp4,b,1\na.mp4,b,-4\n", "got width '-4' for clip 2"),
         ("clips.jsonl", '{"path": "a", "text": "b", "height": 1.5}\n', "got height 1.5 for clip 1"),
@@ -308,28 +297,16 @@ def test_an_index_is_written_whole_or_not_at_all(
             '{"path": "a", "text": "b", "path": "c"}\n',
             "got the line .* expected a JSON object with each name once",
         ),
-        (
-            "clips.jsonl",
-            '{"path": {"a": 1}, "text": "b"}\n',
-            "got path .* for clip 1 .*expected text",
-        ),
+        ("clips.jsonl", '{"path": {"a": 1}, "text": "b"}\n', "got path .* for clip 1 .*expected"),
         ("clips.jsonl", '{"path": "a", "text": ["b"]}\n', "got text .* for clip 1 .*expected text"),
-        (
-            "clips.csv",
-            "path,text\na.mp4," + "x" * 140_000,
-            "cannot be read .*field limit.*at most 131,072 characters",
-        ),
+        ("clips.csv", "path,text\na.mp4," + "x" * 140_000, "cannot be read .*field limit.*at most"),
         ("clips.csv", "path,text\na.mp4,b\nb.mp4,K\udcf6ln\n", "of which line 3 is not UTF-8"),
         ("clips.jsonl", '{"path": "a.mp4", "text": "K\udcf6ln"}\n', "of which line 1 is not UTF-8"),
         ("clips.jsonl", '{"path": "a.mp4"}\n', "expected path and text; add text, in CSV to its"),
         ("clips.jsonl", "path,text\n", "got the line 'path,text' in .*expected a JSON object"),
         ("clips.csv", None, "which is not a file; expected a CSV, JSONL or Parquet file with"),
         ("clips.csv", "path,text\n", "without clips; expected at least one line"),
-        (
-            "clips.csv",
-            "file,text\na.mp4,b\n",
-            r"with the columns \['file', 'text'\]; expected path and text; add path",
-        ),
+        ("clips.csv", "file,text\na.mp4,b\n", r"with the columns \['file', 'text'\]; expected"),
         ("clips.csv", "", "expected path and text"),
         # An empty cell at the end is none: spreadsheets write such.
         (
@@ -341,11 +318,7 @@ def test_an_index_is_written_whole_or_not_at_all(
         ("clips.txt", "path,text\n", "expected a .csv, .jsonl or .parquet file"),
         ("clips.csv", "path,text\n" + "," * 2_000_000, "a line of more than 1,048,576 characters"),
         ("clips.jsonl", "[" * 2_000_000, "a line of more than 1,048,576 characters"),
-        (
-            "clips.csv",
-            "path,text" + ",a" * 2000 + "\nb,c\n",
-            "with 2,002 columns; expected at most",
-        ),
+        ("clips.csv", "path,text" + ",a" * 2000 + "\nb,c\n", "with 2,002 columns; expected at"),
     ],
 )
 def test_what_is_no_manifest_is_refused(
@@ -513,11 +486,8 @@ def test_files_that_cannot_be_used_come_with_the_reason(tmp_path: Path) -> None:
     assert isinstance(dataset[0], Clip)
     for number, name in enumerate(names[1:], 1):
         broken = dataset[number]
-        assert (
-            isinstance(broken, CorruptSample)
-            and broken.path.endswith(name)
-            and re.match(r"\w+: .+", broken.reason)
-        )
+        assert isinstance(broken, CorruptSample) and broken.path.endswith(name)
+        assert re.match(r"\w+: .+", broken.reason)
         if name in ("unknown.mp4", "sound.mp4"):
             assert "it holds no video that can be decoded" in broken.reason
 

@@ -198,7 +198,6 @@ def test_a_batch_takes_the_levels_of_the_smallest_planned_batch_that_contains_it
 
     assert levels(4, 8, 100) == levels(1, 8, 100) == [6]
     assert levels(2, 16, 150) == [5] and levels(2, 17, 100) == [3]
-    assert (
-        levels(2, 17, 201) is True and levels(5, 1, 1) is True and levels(1, 1, 1, ranks=4) is True
-    )
+    assert levels(2, 17, 201) is True and levels(5, 1, 1) is True
+    assert levels(1, 1, 1, ranks=4) is True
     assert levels(5, 8, 100, ranks=1) == [1]

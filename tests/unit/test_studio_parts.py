@@ -188,10 +188,8 @@ def test_the_history_finds_and_deletes_nothing_else(trained: Path, folders: Fold
         (folder / "000-a.json").write_text(json.dumps(facts))
         for file in ("000-a.mp4", "000-a.png", "000-a.0.png", "000-ab.png"):
             (folder / file).touch()
-    assert (
-        folders.weights() == [trained, *shipped_models()]
-        and folders.adapters() == folders.trained() == []
-    )
+    assert folders.weights() == [trained, *shipped_models()]
+    assert folders.adapters() == folders.trained() == []
     results = folders.history()
     assert [result.caption for result in results] == [
         "cat oak | seed 5 | oak",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import TINY
 
 from opensora_sp.config import load_inference_config
 from opensora_sp.encoders.standins import HashedBagOfWords, PatchPoolVAE
@@ -21,24 +22,14 @@ from opensora_sp.sampling.requests import requests_of
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 WORDS = 6  # tokens of a caption at most
-MODEL = dict(
-    type="STDiT3",
-    in_channels=3,
-    caption_channels=8,
-    model_max_length=WORDS,
-    hidden_size=24,
-    depth=1,
-    num_heads=2,
-    mlp_ratio=2.0,
-    pred_sigma=False,
-)
+CAPTIONS = dict(caption_channels=8, model_max_length=WORDS)
+MODEL = dict(TINY, in_channels=3, depth=1, num_heads=2, pred_sigma=False, **CAPTIONS)
 
 
 def model_on(device: torch.device) -> Any:
-    options = dict(MODEL)
     torch.manual_seed(0)
     with device:
-        return build_model(options.pop("type"), **options)
+        return build_model("STDiT3", **MODEL)
 
 
 def encoders_on(device: torch.device) -> Encoders:
@@ -49,7 +40,7 @@ def encoders_on(device: torch.device) -> Encoders:
 
 def sampling_config(folder: Path) -> Any:
     lines = [
-        f"model = {MODEL}",
+        f"model = {dict(MODEL, type='STDiT3')}",
         "num_frames = 4",
         "image_size = (16, 16)",
         "precision = 'fp32'",

@@ -31,13 +31,12 @@ GRAD_STEPS = ("grad_row", "grad_token")
 
 
 @triton.jit
-def _program_tokens(program, layout, large_programs, large, small):
+def _program_tokens(program, tokens, large_programs, large, small):
     """The first token of a program, and the end."""
-    length, _, _, _, local_rows = layout
     before = tl.minimum(program, large_programs)
     begin = before * large + (program - before) * small
     size = tl.where(program < large_programs, large, small)
-    return begin, tl.minimum(begin + size, length * local_rows)
+    return begin, tl.minimum(begin + size, tokens)
 
 
 @triton.jit
@@ -147,7 +146,9 @@ def norm_modulate_kernel(
     inside = columns < WIDTH
     added = _bias(bias, columns, inside, WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), layout, large_programs, large, small)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
         entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         place = entry * stride + columns
@@ -200,7 +201,9 @@ def norm_modulate_backward_kernel(
     inside = columns < WIDTH
     grad_bias = tl.zeros([BLOCK], WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), layout, large_programs, large, small)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
         entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         factor = 1 + tl.load(scale + entry * stride + columns, inside, 0).to(WIDE)
@@ -263,7 +266,9 @@ def add_gated_kernel(
     inside = columns < WIDTH
     added = _bias(bias, columns, inside, WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), layout, large_programs, large, small)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
         entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
@@ -310,7 +315,9 @@ def add_gated_backward_kernel(
     added = _bias(bias, columns, inside, WIDE)
     grad_bias = tl.zeros([BLOCK], WIDE)
 
-    begin, end = _program_tokens(tl.program_id(0), layout, large_programs, large, small)
+    begin, end = _program_tokens(
+        tl.program_id(0), length * local_rows, large_programs, large, small
+    )
     while begin < end:
         entry, first_row, first_token, entry_begin, stop = _piece(begin, end, layout)
         factor = tl.load(gate + entry * stride + columns, inside, 0).to(WIDE)
