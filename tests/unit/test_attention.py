@@ -360,7 +360,7 @@ def test_many_packed_samples_go_in_several_calls(
 @pytest.mark.parametrize(
     ("dtype", "width", "platform", "expected"),
     [
-        (torch.bfloat16, 72, Platform(HOPPER), "flash"),
+        (torch.bfloat16, 72, Platform(HOPPER), "torch_flash"),
         (torch.bfloat16, 36, Platform(HOPPER), None),  # flash-attn pads such heads
         (torch.bfloat16, 72, Platform((7, 5)), "torch_efficient"),
         (torch.float32, 36, Platform(HOPPER), "torch_efficient"),
