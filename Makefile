@@ -1,5 +1,6 @@
-# make demo   everything from nothing to sampled videos, on CPU, in ten minutes
-# make toy   trains the model of the package again, in half an hour
+# make demo   everything from nothing to sampled videos, on CPU, in five minutes
+# make demo-long   the same with more steps, in ten minutes
+# make toy   trains the model of the package again, in ten minutes
 # make test   the tests of the fast tier, in five minutes on two cores
 # make test-all   those, then all other tests but the grids
 # make test-docs   all commands of the documentation; make test-shutdown   every way to end a run
@@ -22,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Launchers write the environment into command lines of a shell, which cannot read what make puts there.
 MAKEOVERRIDES :=
 
-.PHONY: help demo toy test test-all test-slow test-serial test-failed campaigns test-mutations test-default-cpu test-docs test-shutdown test-floor lint lint-workflows scan docs install clean
+.PHONY: help demo demo-long toy test test-all test-slow test-serial test-failed campaigns test-mutations test-default-cpu test-docs test-shutdown test-floor lint lint-workflows scan docs install clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +46,9 @@ RANKS := $(BIN)/torchrun --standalone --nproc_per_node
 # No number of ranks divides the batch, so that ranks exchange tokens.
 TRAIN := scripts/train.py configs/demo/train.py --cfg-options batch_size=37 validation.manifest=data/toy_heldout/clips.csv
 
+STEPS := 1400
+MINUTES := 3
+
 # Times are those of two cores with nothing else to do.
 demo: $(VENV)/.installed
 	rm -rf $(DEMO) data/toy data/toy_heldout
@@ -53,14 +57,18 @@ demo: $(VENV)/.installed
 	@echo "[2/5] write clips: 10 seconds"
 	$(BIN)/python scripts/make_toy_clips.py data/toy --num 768
 	$(BIN)/python scripts/make_toy_clips.py data/toy_heldout --num 64 --seed 1 --all-captions
-	@echo "[3/5] train from random weights on two ranks: 7 minutes"
-	$(RANKS) 2 $(TRAIN) max_steps=1500 lr_schedule=constant
-	@echo "[4/5] resume on three ranks: 3 minutes"
-	$(RANKS) 3 $(TRAIN) sp_size=3 --resume auto
-	@echo "[5/5] sample, check the losses, and samples of held-out captions: 1 minute"
+	@echo "[3/5] train from random weights on two ranks: $(MINUTES) minutes"
+	$(RANKS) 2 $(TRAIN) max_steps=$(STEPS)
+	@echo "[4/5] resume on three ranks, for 100 steps: 40 seconds"
+	$(RANKS) 3 $(TRAIN) sp_size=3 max_steps=$$(($(STEPS) + 100)) --resume auto
+	@echo "[5/5] sample, check the losses, and samples of held-out captions: 40 seconds"
 	$(RANKS) 2 scripts/inference.py configs/demo/sample.py --ckpt $(DEMO) $(PROMPTS)
 	$(BIN)/python scripts/check_demo.py $(DEMO)
 	@echo "loss curve: $(DEMO)/loss.png   samples: $(DEMO)/samples   checked samples: $(DEMO)/check.gif"
+
+demo-long: STEPS := 3500
+demo-long: MINUTES := 7
+demo-long: demo
 
 # The weights of opensora_sp/shipped_models/toy; its README.md has their scores.
 toy: $(VENV)/.installed

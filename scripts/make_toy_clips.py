@@ -19,7 +19,7 @@ def main() -> None:
     add("folder", type=Path, help="where to write; made if it does not exist")
     add("--num", type=int, default=512, help="number of clips (default 512)")
     add("--num-frames", type=int, default=8, help="frames of a clip (default 8)")
-    add("--size", type=int, default=64, help="height and width in pixels (default 64)")
+    add("--size", type=int, default=72, help="height and width in pixels (default 72)")
     add("--seed", type=int, default=0, help="another seed draws other clips (default 0)")
     add("--all-captions", action="store_true", help="include captions that are held out")
     args = parser.parse_args()

@@ -17,11 +17,11 @@ from opensora_sp.data.toy import COLOURS, DIRECTIONS, MARGIN, SHAPES, ToyClip, d
 NAMES = list(COLOURS)
 PALETTE = np.array(list(COLOURS.values()), dtype=float)
 # The least distance between first and last centroid, as a share of the frame.
-LEAST_MOTION = 0.25
+LEAST_MOTION = 0.18
 # Smaller shapes, as a share of the frame, are not judged.
 LEAST_AREA = 0.01
 # Width of the templates' edges, as a share of the frame: about that of the demo's autoencoder.
-EDGE = 0.08
+EDGE = 0.1
 # The least overlap of a shape and its template: intersection over union, mean over the frames.
 LEAST_OVERLAP = 0.6
 

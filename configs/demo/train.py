@@ -6,7 +6,7 @@ sp_size = 2
 precision = "fp32"
 dataset = dict(manifest="data/toy/clips.csv", cache=True)
 batch_size = 39  # not a multiple of sp_size: nothing has to divide
-max_steps = 2000
+max_steps = 1500
 warmup_steps = 50
 lr_schedule = "cosine"
 optimizer = dict(lr=4e-3, betas=(0.9, 0.99))
@@ -23,7 +23,7 @@ validation = dict(
         "a green square moving right on a yellow background",
     ],
     num_sampling_steps=30,
-    cfg_scale=4.0,
+    cfg_scale=2.0,
     fps=8,
     batch_size=16,
 )

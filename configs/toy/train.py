@@ -1,4 +1,4 @@
-"""The training of the model of the package, ``toy``: half an hour on one core; see ``make toy``."""
+"""The training of the package's model ``toy``, ten minutes on one core; see ``make toy``."""
 
 _base_ = ["../_base_/demo_model.py"]
 

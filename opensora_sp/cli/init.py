@@ -17,7 +17,7 @@ from opensora_sp.data.video import write_video
 
 FIRST = "configs/demo/first.py"
 NUM_CLIPS = 16
-SIZE, FPS = 64, 8.0  # pixels and frames per second of the toy clips
+SIZE, FPS = 72, 8.0  # pixels and frames per second of the toy clips
 RUN = """\
 #!/bin/sh
 # Train on the clips of {manifest}, then sample the prompts of prompts.txt.

@@ -93,11 +93,11 @@ def toy_clip(seed: int, index: int) -> ToyClip:
     rng = np.random.Generator(np.random.Philox(key=[seed, index]))
     colour, background = rng.permutation(list(COLOURS))[:2]
     direction = str(rng.choice(list(DIRECTIONS)))
-    radius, speed = rng.uniform(0.17, 0.185), rng.uniform(0.36, 0.38)
+    radius, speed = rng.uniform(0.205, 0.215), rng.uniform(0.28, 0.3)
 
     # From near the middle outwards: the place of a shape already shows its direction.
     across = 0.5 + rng.uniform(-0.05, 0.05)
-    along = 0.4 + rng.uniform(-0.015, 0.015)
+    along = 0.45 + rng.uniform(-0.01, 0.01)
     horizontal, forward = direction in ("left", "right"), direction in ("right", "down")
     along = along if forward else 1 - along
     start = (along, across) if horizontal else (across, along)

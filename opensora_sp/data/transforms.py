@@ -91,7 +91,7 @@ class Degradation:
 
     @classmethod
     def draw(
-        cls, prob: Mapping[str, float], strength: Mapping[str, Any], rng: np.random.Generator
+        cls, prob: Mapping[Kind, float], strength: Mapping[Kind, Any], rng: np.random.Generator
     ) -> Degradation:
         """Draw each kind with its probability: a ratio, or a share of noise up to its bound."""
         drawn: dict[str, Any] = {"noise_seed": int(rng.integers(1 << 62))}
@@ -146,7 +146,7 @@ def _resampled(x: Tensor, ratios: list[int], mode: str) -> Tensor:
 
 
 def check_degradation(
-    prob: Mapping[Kind, float] | None, strength: Mapping[Kind, list[int] | float] | None
+    prob: Mapping[Kind, float] | None, strength: Mapping[Kind, Any] | None
 ) -> None:
     """Raise ValueError unless some kinds have a probability, and each of these its strength."""
     if not prob:

@@ -15,7 +15,7 @@ from opensora_sp.common.tensors import to_device
 from opensora_sp.data.cache import CachedClip, CachedFeatures
 from opensora_sp.data.dataset import Clip, ClipShape
 from opensora_sp.data.randomness import generator
-from opensora_sp.data.transforms import Degradation, scale
+from opensora_sp.data.transforms import Degradation, Kind, scale
 from opensora_sp.encoders import independent_pieces
 from opensora_sp.encoders.interface import Piece
 
@@ -98,7 +98,7 @@ class DegradedClips(Encoders):
     """
 
     def __init__(
-        self, plain: Encoders, seed: int, prob: Mapping[str, float], strength: Mapping[str, Any]
+        self, plain: Encoders, seed: int, prob: Mapping[Kind, float], strength: Mapping[Kind, Any]
     ) -> None:
         super().__init__(plain.vae, plain.text_encoder, plain.device)
         self.plain, self.seed, self.prob, self.strength = plain, seed, prob, strength

@@ -170,7 +170,7 @@ def test_without_runs_there_is_the_model_of_the_package(
     def served(folders: Folders, **options: Any) -> None:
         (path,) = folders.weights()
         work = checked({"ckpt": str(path), "prompt": "a"}, folders)
-        assert work.weights == path and folders.runs == [] and work.request.shape == (8, 64, 64)
+        assert work.weights == path and folders.runs == [] and work.request.shape == (8, 72, 72)
         # Nothing else of the package is a run.
         with pytest.raises(ValueError, match=OUTSIDE):
             folders.checked(path.parent, executed=True)
