@@ -34,7 +34,7 @@ NAMES = ("auto", *KERNELS)
 
 # The module that each package of Dao-AILab is imported as.
 PACKAGES = {"flash": "flash_attn", "flash3": "flash_attn_interface"}
-# What these take, ``flash_obstacle`` tells.
+# What these take, ``flash_obstacle`` states.
 FLASH_KERNELS = (*PACKAGES, "cudnn")
 
 HOPPER = (9, 0)
