@@ -5,8 +5,10 @@ None of them ends a run. What cannot be written is logged once, and the run cont
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
@@ -184,9 +186,14 @@ class Reporter:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append a line of JSON."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    """Append a line of JSON, or none of it."""
+    text = json.dumps(line).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        written = file.write(text)
+        # A disk that becomes full takes a part without an error; the next line would be lost too.
+        if written < len(text):
+            file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def drop_after(step: int, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 import types
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from opensora_sp.data.limits import Limits
 from opensora_sp.training import metrics
 from opensora_sp.training.metrics import (
     Reporter,
+    append_line,
     draw_loss,
     read_lines,
     read_metrics,
@@ -116,6 +118,19 @@ def test_curves_that_fail_while_the_run_trains(
     assert len(warnings) == 2 and "TensorBoard" in "".join(warnings)
     assert any(line.startswith("W&B is incomplete") and "no route" in line for line in warnings)
     assert len(read_metrics(tmp_path)) == 3
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    append_line(path, {"step": 1})
+    before = path.read_bytes()
+    for room in (0, 1, len(before) - 1):
+        # A file takes only so many bytes, as on a disk that becomes full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, limits[1]))
+        with pytest.raises(OSError):
+            append_line(path, {"step": 2})
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == before
 
 
 def test_a_line_that_was_cut_off_does_not_stop_the_next_start(tmp_path: Path) -> None:
