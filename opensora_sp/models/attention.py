@@ -182,6 +182,8 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_short_rows(q, k, v)
 
     assert backend.name in (*FLASH_KERNELS, "sdpa"), backend.name
+    # As of packed tokens: packages take one dtype.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     kernel = _package_kernel(backend, "flash_attn_func") or partial(_sdpa_rows, backend.name)
     if len(q) <= MAX_ROWS:
         # The backward of a split is a copy.

@@ -349,6 +349,13 @@ def test_flash_attn_is_called_as_documented(
     assert flash.calls == (["varlen" if several else "rows"] if holds_tokens else [])
 
 
+def test_flash_attn_gets_rows_of_one_dtype(flash: StandIn) -> None:
+    """Under autocast, norms leave queries and keys wider than values."""
+    q, k, v = torch.randn(3, 2, 6, HEADS, 8)
+    out = attention(q, k, v.bfloat16(), backend=module.Backend("flash"))
+    assert flash.calls == ["rows"] and out.dtype == torch.bfloat16
+
+
 def test_many_packed_samples_go_in_several_calls(
     flash: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
