@@ -200,7 +200,7 @@ class ConditionedModel(nn.Module):
 
         mask = None
         if video_mask is not None:
-            scale = scale.expand(num_samples)
+            scale = scale.repeat(num_samples // len(scale))
             mask = VideoMask.of(video_mask, self.config.patch_size, x.device)
 
         # Backends depend on the lengths of the batch, and are resolved before any block.

@@ -136,8 +136,19 @@ def check_input_size(config: STDiTConfig, x: Tensor) -> None:
         )
 
 
-def check_sample_numbers(numbers: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def check_counts(samples: int, numbers: Mapping[str, Tensor | None]) -> None:
+    """Numbers of the samples; fewer are tiled, as where guidance repeats the samples."""
+    for name, number in numbers.items():
+        if number is not None and (not len(number) or samples % len(number)):
+            raise ValueError(
+                f"got {name} of {len(number)} samples; expected {samples}; "
+                "pass one entry per sample"
+            )
+
+
+def check_sample_numbers(samples: int, numbers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The numbers of the samples, all of which STDiT2 is conditioned on."""
+    check_counts(samples, numbers)
     present = {name: number for name, number in numbers.items() if number is not None}
     missing = [name for name in numbers if name not in present]
     if missing:

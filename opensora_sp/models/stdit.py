@@ -268,7 +268,7 @@ class STDiT2(TwoPartModel):
 
     def embed_numbers(self, samples: int, **numbers: Tensor | None) -> tuple[Tensor, Tensor]:
         """Embeddings of height, width and aspect ratio, and of length and speed: ``[B, 1, C]``."""
-        n = check_sample_numbers(numbers)
+        n = check_sample_numbers(samples, numbers)
         pixels = torch.stack([n["height"], n["width"]], dim=1)  # [B, 2]
         size = [self.csize_embedder(pixels, samples), self.ar_embedder(n["ar"], samples)]
         length = self.fl_embedder(n["num_frames"], samples)

@@ -25,7 +25,12 @@ from .block_cache import BlockCache
 from .blocks import FinalLayer, STDiT3Block
 from .conditions import Condition, Conditioning, Text
 from .functions import with_zero_gradients
-from .input_checks import check_conditioning_frames, check_extra_inputs, check_inputs
+from .input_checks import (
+    check_conditioning_frames,
+    check_counts,
+    check_extra_inputs,
+    check_inputs,
+)
 from .layers import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .positions import PositionEmbedding2D, RotaryEmbedding, RotaryEmbedding3D
 from .stdit_config import STDiT3Config
@@ -137,6 +142,7 @@ class STDiT3(ConditionedModel):
         """
         config = self.config
         check_inputs(config, x, timestep, y, mask, x_mask, drop_caption, drop_path, video_mask)
+        check_counts(len(x), dict(fps=fps, height=height, width=width))
         check_conditioning_frames(config, x, y, cond, cond_mask, mask_index, y_null)
         check_extra_inputs(self.extra_inputs, x, extra)
 

@@ -189,3 +189,11 @@ def test_one_size_is_the_size_of_each_clip() -> None:
     one = model(**inputs, height=side, width=side, video_mask=everything)
     sides = side.expand(2)
     assert torch.equal(one, model(**inputs, height=sides, width=sides, video_mask=everything))
+
+
+def test_numbers_of_another_count_of_samples_are_refused() -> None:
+    model, inputs = conditioned()
+    inputs = {name: inputs[name] for name in ("x", "timestep", "y")}
+    for name, count in (("fps", 3), ("fps", 4), ("height", 0), ("width", 3)):
+        with pytest.raises(ValueError, match=f"got {name} of {count} samples; expected 2; pass"):
+            model(**inputs, **{name: torch.ones(count)})
