@@ -58,8 +58,12 @@ class Text:
         """The captions of these samples, whose numbers ascend."""
         if len(samples) == len(self.lengths):
             return self
+        start, stop = sum(self.lengths[: samples[0]]), sum(self.lengths[: samples[-1] + 1])
 
         def cut(tokens: Tensor) -> Tensor:
+            if len(samples) == samples[-1] + 1 - samples[0]:
+                # A view: in sampling, each call of the model cuts keys and values of all blocks.
+                return tokens[start:stop]
             # Split at once: the gradient of each slice would be as large as the whole text.
             captions = tokens.split([*self.lengths])
             return torch.cat([captions[i] for i in samples])
