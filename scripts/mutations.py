@@ -182,11 +182,11 @@ MUTATIONS = [
     Mutation(
         "true latents replaced after the first rank",
         "opensora_sp/features/sharded.py",
-        "positions[numbers] = torch.cat([payload.latents for payload in received])",
-        "positions[numbers] = torch.cat([payload.latents for payload in received])\n"
+        "latents[numbers] = torch.cat([payload.latents for payload in received])",
+        "latents[numbers] = torch.cat([payload.latents for payload in received])\n"
         "        if self.mesh.sp_rank:\n"
         "            channels = self.source.channels\n"
-        "            positions[:, -channels:] = positions[:, :channels]",
+        "            latents[:, -channels:] = latents[:, :channels]",
         (
             "tests/distributed/test_sharded_features.py::test_degraded_clips_are_those_of_one_process",
         ),

@@ -77,7 +77,8 @@ class SaveJob:
     """Files of named tensors and their target.
 
     Names and specs must be the same on every rank. Rank 0 calls the target's ``begin``,
-    ``tensor_file`` for each file, and ``finish``; after an error ``abandon``.
+    ``tensor_file`` for each file, and ``finish``; after an error ``abandon``. All of these have the
+    arguments of ``CheckpointFolder``'s.
     """
 
     target: Any

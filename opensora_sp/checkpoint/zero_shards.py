@@ -24,7 +24,7 @@ class NamedShards:
     """A boosted model's trainable parameters by name, with this rank's shards of what ZeRO keeps.
 
     Args:
-        module: the bare model.
+        module: the model without ZeRO's wrapper.
         optimizer: the plugin's, with fp32 master weights by the ``id`` of a parameter.
 
     Attributes:
@@ -162,7 +162,7 @@ class NamedShards:
         self.optimizer.optim.state[self.master_weights[name]] = local
 
 
-def load_model(
+def copy_weights(
     weights: Weights,
     module: nn.Module,
     shards: NamedShards | None,
@@ -172,7 +172,7 @@ def load_model(
 
     Args:
         weights: all or some of the model's tensors, whole; see ``fitted`` and ``check_names``.
-        module: the bare model, whose own tensors are set.
+        module: the model without ZeRO's wrapper, whose own tensors are set.
         shards: of its trainable parameters, which go into the master weights as well; None for a
             model without a ZeRO optimizer.
         fixed: copies of the other tensors in the dtype of the checkpoints, which are replaced.

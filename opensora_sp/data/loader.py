@@ -47,7 +47,9 @@ class LoadedBatch:
     """A micro-batch, the items that this rank has read for it, and its random draws.
 
     ``group`` computes it; None stands for the replica of a fixed degree. ``error`` is why it cannot
-    be used. The rank raises it: an exception of a worker would carry the worker's traceback.
+    be used. The rank raises it: an exception of a worker would carry the worker's traceback. In
+    training ``items`` are ``Clip``s, or of a cache ``CachedClip``s, or ``CorruptSample``s, and
+    ``draws`` are ``features.batch.Draws``.
     """
 
     micro_batch: MicroBatch

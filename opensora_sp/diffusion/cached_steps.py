@@ -41,7 +41,8 @@ class SamplingStep:
 
     Attributes:
         level: noise level, the timestep's share of all timesteps: 0 (data) to 1 (noise).
-        guided: it makes the unconditional prediction as well.
+        guided: it makes all predictions that guidance takes (one with ``cfg_scale=1``), not the
+            conditional one alone.
         computed: it runs the model's blocks.
     """
 

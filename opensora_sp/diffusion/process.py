@@ -95,7 +95,7 @@ class DiffusionProcess(Protocol):
 
     @property
     def num_sampling_steps(self) -> int:
-        """Number of calls of the model in sampling, each on a doubled batch with guidance."""
+        """Number of calls of the model in sampling; guidance enlarges their batches."""
 
     def check_channels(self, in_channels: int, out_channels: int) -> None:
         """Raise ValueError if a model of these channels does not predict what the process needs."""
@@ -125,7 +125,7 @@ class DiffusionProcess(Protocol):
     cfg_scale: float
 
     def guide(self, model: Callable[..., Tensor], **inputs: Any) -> Prediction:
-        """The guided prediction of one ``sample``; ``inputs`` are for the doubled batch."""
+        """The guided prediction of one ``sample``; ``inputs`` are for the enlarged batch."""
 
     def sample(
         self,

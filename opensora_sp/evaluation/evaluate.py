@@ -285,8 +285,8 @@ def _evaluate(
         cfg, weights, mesh, device, vae, text_encoder, ema=sources.ema, adapters=adapters
     )
     # As in training, inputs are not cast: a timestep rounded to bf16 is another timestep.
-    batches, whole = BatchMaker(cfg, device), cfg.sequence_parallel.verify
-    loss = HeldoutLoss(module, module, mesh, dataset, encoders, batches, whole=whole)
+    batch_maker, whole = BatchMaker(cfg, device), cfg.sequence_parallel.verify
+    loss = HeldoutLoss(module, module, mesh, dataset, encoders, batch_maker, whole=whole)
 
     seeds = list(range(cfg.seed, cfg.seed + settings.seeds))
     losses = {bucket.name: _measure(loss, bucket, settings.bins, seeds) for bucket in buckets}

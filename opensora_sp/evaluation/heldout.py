@@ -64,7 +64,7 @@ class HeldoutLoss:
 
     Args:
         model: called with noised latents, such as a boosted model.
-        module: the bare model, parallelized over ``mesh``.
+        module: the model without ZeRO's wrapper, parallelized over ``mesh``.
         whole: give every rank all features, for a model that verifies its first batch.
     """
 
@@ -75,12 +75,12 @@ class HeldoutLoss:
         mesh: SequenceMesh,
         dataset: VideoTextDataset,
         source: Source,
-        batches: BatchMaker,
+        batch_maker: BatchMaker,
         *,
         whole: bool = False,
     ) -> None:
         self.model, self.module, self.mesh = model, module, mesh
-        self.dataset, self.batches, self.device = dataset, batches, batches.device
+        self.dataset, self.batch_maker, self.device = dataset, batch_maker, batch_maker.device
         self.corrupt = CorruptSamples(dataset.rows, mesh, max_bad_fraction=1.0)
         self.encoder = ShardedEncoder(
             mesh, module, dataset, None, source, self.corrupt, self.device, whole=whole
@@ -147,10 +147,10 @@ class HeldoutLoss:
             draws = rules.draw([(i,) for i in ids], self.encoder.source.latent_size(features.shape))
             draws = to_device(draws, self.device)
             for k in range(bins):
-                batch = self.batches.make(features, draws, timestep=k)
+                batch = self.batch_maker.make(features, draws, timestep=k)
                 inputs = batch.inputs | dict(y=text, mask=None)
                 shard = self.model(batch.x_t, **inputs, output="shards")
-                sums.append(self.batches.process.losses(shard, batch.noised).sum())
+                sums.append(self.batch_maker.process.losses(shard, batch.noised).sum())
         return torch.stack(sums).view(len(seeds), bins)
 
 

@@ -55,7 +55,7 @@ class DrawConfig:
 
     Attributes:
         channels: c.
-        purpose: prefix of the purposes that key the draws.
+        purpose: prefix of what keys the noise, the timesteps and the condition.
         bins: K, where each clip has a timestep in each part of [0, 1); None for one in all of it.
         mask_ratios: probabilities of frame masks; None for no masks.
         patch_frames: latent frames of a patch, within which a frame mask is equal.

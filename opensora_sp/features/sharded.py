@@ -56,7 +56,7 @@ class Features:
     """
 
     shape: ClipShape
-    positions: Tensor  # float32 [B, f, h, w, c or 2 * c], see ``Source.carried``
+    latents_last: Tensor  # float32 [B, f, h, w, c or 2 * c], see ``Source.carried``
     y: Tensor  # float32 [B, 1, L, W]
     mask: Tensor  # int64 [B, L] on the CPU
     fps: Tensor  # float32 [B]
@@ -93,7 +93,7 @@ class Features:
     @property
     def latents(self) -> Tensor:
         """``[B, c or 2 * c, f, h, w]``"""
-        return self.positions.movedim(-1, 1).contiguous()
+        return self.latents_last.movedim(-1, 1).contiguous()
 
 
 class ShardedEncoder:
@@ -257,7 +257,7 @@ class ShardedEncoder:
     ) -> list[Payload]:
         """Encode this rank's portions; for each rank what it needs of them."""
         # A rank without portions takes part in the exchange.
-        none = features.positions.new_zeros(0, self.source.carried)
+        none = features.latents_last.new_zeros(0, self.source.carried)
         # Position by position, so that a delivery can select any of them.
         encoded = [z.movedim(0, -1).flatten(0, 2) for z in self.source.latents(items)]
         latents = torch.cat([none, *encoded])  # [n, c]
@@ -332,10 +332,10 @@ class ShardedEncoder:
 
     def _fill(self, assignment: Assignment, received: list[Payload], features: Features) -> None:
         """Write received payloads into ``features``."""
-        positions = features.positions.flatten(0, 3)  # a view, [B * f * h * w, c]
+        latents = features.latents_last.flatten(0, 3)  # a view, [B * f * h * w, c]
         numbers = to_device(assignment.delivery.unpack, self.device)
         # Each position is received once, so the order of senders does not matter.
-        positions[numbers] = torch.cat([payload.latents for payload in received])
+        latents[numbers] = torch.cat([payload.latents for payload in received])
 
         for sender, payload in enumerate(received):
             places, received_with = assignment.captions(sender, self.mesh.sp_rank), payload.captions

@@ -6,6 +6,7 @@ tensor is quadratic in a length.
 
 Which kernel computes it is chosen by name or from a table (``attention_table.py``):
 
+* ``short_rows``: the Triton kernel for rows of up to 32 tokens (``kernels/triton``);
 * ``flash``, ``flash3``: FlashAttention-2 (Dao, 2023) of the flash-attn 2.x package, and
   FlashAttention-3 (Shah et al., 2024) of the flash-attn 3 package;
 * ``cudnn``: cuDNN's kernel, by torch's scaled dot product attention;
@@ -13,7 +14,7 @@ Which kernel computes it is chosen by name or from a table (``attention_table.py
 * ``reference``: an explicit softmax in at least float32, a bounded number of scores at a time.
 
 Packed tokens of unequal lengths take the package's varlen function or, on CUDA, torch's kernels
-below its scaled dot product attention (``flash``, ``efficient``), with the arguments of
+below its scaled dot product attention (``torch_flash``, ``torch_efficient``), with the arguments of
 ``flash_attn_varlen_func``. These are operators of torch's nested tensors, with derivatives that
 autograd knows. Without a kernel, samples of equal lengths share a call.
 
@@ -38,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from opensora_sp.common.graphs import uncompiled
 
 from .attention_table import (
+    FLASH_KERNELS,
     HOPPER,
     KERNELS,
     LABELS,
@@ -149,7 +151,7 @@ def resolve(name: str, sequences: Sequences, device: torch.device) -> Backend:
 
 @cache
 def _choose(name: str, sequences: Sequences, device: torch.device, deterministic: bool) -> Backend:
-    if device.type == "meta" and name in ("flash", "flash3", "cudnn"):
+    if device.type == "meta" and name in FLASH_KERNELS:
         # torch's own kernels allocate about the same.
         name, sequences = "auto", replace(sequences, short_rows=False)
     choice = choose(name, sequences, Platform.of(device, deterministic))
@@ -179,6 +181,7 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if backend.name == "short_rows":
         return attend_short_rows(q, k, v)
 
+    assert backend.name in (*FLASH_KERNELS, "sdpa"), backend.name
     kernel = _package_kernel(backend, "flash_attn_func") or partial(_sdpa_rows, backend.name)
     if len(q) <= MAX_ROWS:
         # The backward of a split is a copy.
@@ -188,7 +191,7 @@ def _attend_rows(backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _varlen_kernel(backend: Backend, q: Tensor) -> Kernel | None:
-    """A kernel for packed tokens with the arguments of ``flash``, if there is one."""
+    """A kernel for packed tokens with the arguments of ``torch_flash``, if there is one."""
     if package_kernel := _package_kernel(backend, "flash_attn_varlen_func"):
         return package_kernel
     if backend.name == "reference" or q.device.type not in GPUS:
@@ -205,7 +208,7 @@ def torch_varlen_kernel(sequences: Sequences, device: torch.device) -> Kernel | 
     platform = Platform.of(device, deterministic=False)
     if obstacle("sdpa", sequences, platform) is not None:
         return None
-    return efficient if flash_obstacle(sequences, platform) else flash
+    return torch_efficient if flash_obstacle(sequences, platform) else torch_flash
 
 
 def _package_kernel(backend: Backend, function: str) -> Kernel | None:
@@ -317,7 +320,7 @@ def _in_calls(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: list[Call]
     return torch.cat([_in_calls(kernel, q, k, v, [call]) for q, k, v, call in parts])
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+def torch_flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
     """FlashAttention-2 of packed tokens ``[N, H, D]`` in fp16 or bf16; returns their shape.
 
     ``lengths`` are where queries and where keys of each piece begin, int32 ``[P + 1]`` each, and
@@ -328,7 +331,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
     return out
 
 
-def efficient(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+def torch_efficient(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
     """Memory-efficient attention with the same arguments, also in fp32."""
     forward = torch.ops.aten._efficient_attention_forward
     out: Tensor = forward(q[None], k[None], v[None], None, *lengths, 0.0, 0, True)[0]

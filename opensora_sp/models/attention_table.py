@@ -34,6 +34,8 @@ NAMES = ("auto", *KERNELS)
 
 # The module that each package of Dao-AILab is imported as.
 PACKAGES = {"flash": "flash_attn", "flash3": "flash_attn_interface"}
+# What these take, ``flash_obstacle`` states.
+FLASH_KERNELS = (*PACKAGES, "cudnn")
 
 HOPPER = (9, 0)
 DATA_CENTER = ((9, 0), (10, 0), (10, 3))  # Hopper and Blackwell
@@ -252,7 +254,7 @@ def obstacle(name: str, sequences: Sequences, platform: Platform) -> str | None:
     """Why a kernel cannot take such tensors on such a device; None if it can."""
     if name in sequences.refused:
         return f"{KERNELS[name]} failed verification on this device"
-    problem = flash_obstacle(sequences, platform) if name in ("flash", "flash3", "cudnn") else None
+    problem = flash_obstacle(sequences, platform) if name in FLASH_KERNELS else None
     check = OBSTACLES.get(name)
     return problem or (check(sequences, platform) if check else None)
 

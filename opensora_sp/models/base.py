@@ -252,7 +252,7 @@ class ConditionedModel(nn.Module):
     def run_blocks(
         self, x: Tensor, rows: Rows, conditioning: Conditioning, drop_path: Tensor | None
     ) -> tuple[Tensor, Condition]:
-        """Run all blocks on spatial rows ``[R, S, C]``.
+        """Run all blocks on the local rows ``[R, L, C]``, as tokens enter.
 
         Returns tokens ``[R, L, C]`` as they leave the last block, and the condition of their rows.
         """
@@ -305,6 +305,7 @@ class ConditionedModel(nn.Module):
         function, rows = part, condition.rows
         if self.run_compiled is not None:
             function = partial(self.run_compiled, part)
+        # With overlap, an ``InFlightSwitch`` until the switch (``parallel/overlap.py``).
         return self.segment(
             function, rows, x, condition, *arguments, recompute=recompute, last=last
         )

@@ -74,7 +74,7 @@ class ModulatedBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``x``, and ``attention(norm(x) * (1 + scale) + shift)`` within each row."""
         x, modulated = fused.norm_modulate(x, shift, scale, condition.part)
-        return x, attention(modulated, condition.rows, condition.tables)
+        return x, attention(modulated, condition.rows, condition.row_tables)
 
     def attend_text(self, x: Tensor, condition: Condition) -> Tensor:
         """Cross-attention of tokens ``[R, L, C]`` to the text of their own sample."""
@@ -197,7 +197,7 @@ class STDiTBlock(TwoPartBlock):
         table = self.scale_shift_table[GATE:MLP]
         (gate,) = condition.entries(table, GATE, branch_scale, ignore_frames=True)
         with_positions = x if positions is None else x + positions
-        branch = self.attn_temp(with_positions, condition.rows, condition.tables)
+        branch = self.attn_temp(with_positions, condition.rows, condition.row_tables)
         return self.finish(x, gate, branch, condition, branch_scale)
 
 

@@ -3,6 +3,10 @@
 ``Conditioning`` holds it for a batch. ``Condition`` is the same laid out over the local rows,
 once for all spatial and once for all temporal blocks.
 
+Conditioning frames are given in two ways. Where ``x_mask`` is False, x holds them without noise,
+and their modulation is of timestep 0 (``Condition.frames``). Of Open-Sora 1.3, ``cond`` is added to
+the tokens, and the frames in ``mask_index`` attend to another caption (``null_frames``).
+
 Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
 rows, L tokens of a row (S or T), N packed text tokens, m modulation states of a sample (1, or 2
 with conditioning frames), k entries of a modulation (shift, scale and gate of each branch),
@@ -116,7 +120,7 @@ class Condition:
         dtype: the dtype that tokens are computed in.
         text: the captions of the samples with local tokens.
         order: int64 ``[R * L]``, the tokens in the order of the text, if they do not lie in it.
-        tables: what self-attention reads of the local rows.
+        row_tables: what self-attention reads of the local rows.
         part: which rows the local ones are of the samples that ``entries`` are of, for functions of
             ``kernels.fused``. None where entries belong to the local rows.
         extra: what a model's ``lay_out`` has made of its ``extra_inputs`` for these rows, by name.
@@ -130,7 +134,7 @@ class Condition:
     dtype: torch.dtype
     text: RowText
     order: Tensor | None
-    tables: RowTables
+    row_tables: RowTables
     part: fused.Part | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     per_frame: bool = False
@@ -186,8 +190,8 @@ class Condition:
             scale: ``[B]``, multiplied into the gates among them (drop-path).
         """
         if table.ndim == 2:
-            part, skipped = divmod(first, self.modulation[0].shape[2])
-            modulation = self.modulation[part]
+            number, skipped = divmod(first, self.modulation[0].shape[2])
+            modulation = self.modulation[number]
             if len(table) < modulation.shape[2]:
                 modulation = modulation[:, :, skipped : skipped + len(table)]
             # Of as many dims: the gradient of one state of one sample is no sum.
@@ -284,7 +288,7 @@ class Conditioning:
             # Blocks project the captions of local tokens only.
             text=self.text.of_rows(rows, tokens),
             order=order,
-            tables=RowTables(rotation, rows.local_groups),
+            row_tables=RowTables(rotation, rows.local_groups),
             part=_part_of_samples(rows) if fused.chosen("modulation", modulation) else None,
             extra={} if self.lay_out is None else self.lay_out(rows),
             per_frame=self.per_frame,

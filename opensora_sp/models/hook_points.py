@@ -49,7 +49,10 @@ class Point(nn.Module):
 
 
 class Shard(Point):
-    """Where tokens enter: which spatial rows are local."""
+    """Where tokens enter: which rows are local, on one rank all spatial rows.
+
+    The ``Shard`` of ``parallel/engine.py`` is a part of the output.
+    """
 
     def local(self, grid: PatchGrid) -> Rows:
         return grid.rows(SPATIAL)
@@ -145,7 +148,7 @@ class Tokenwise(Point):
 
 
 class Gather(Point):
-    """Where the output leaves: rows ``[B * S, T, V * c]`` -> ``[B, c, frames, height, width]``."""
+    """Where the output leaves: rows ``[R, L, V * c]`` -> ``[B, c, frames, height, width]``."""
 
     def local(self, x: Tensor, rows: Rows) -> Tensor:
         return unpatchify(x, rows)

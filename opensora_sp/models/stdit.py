@@ -2,14 +2,15 @@
 
 With frame masks STDiT is also the STDiT of Open-Sora's 1.2 code, of which STDiT2 is a part, too.
 
-Reading order: this file, ``blocks.py``, ``layers.py``, ``conditions.py``. A block attends over
-the S patches of a frame, then over the T frames of a patch, then to the text. So it has two parts,
-one in spatial and one in temporal rows (``token_layout.py``). Positions of STDiT are tables for one
-latent size. In STDiT2, the size of the video conditions the spatial attention and the MLP, its
-length and speed the temporal attention.
+Reading order: this file, ``base.py``, ``blocks.py``, ``layers.py``, ``conditions.py``. A block
+attends over the S patches of a frame, then over the T frames of a patch, then to the text. So it
+has two parts, one in spatial and one in temporal rows (``token_layout.py``). Positions of STDiT are
+tables for one latent size. In STDiT2, the size of the video conditions the spatial attention and
+the MLP, its length and speed the temporal attention.
 
 Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
-rows, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
+rows, L tokens of a row (S or T), V patch volume, m modulation states of a sample (1, or 2 with
+conditioning frames).
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class STDiT(TwoPartModel):
 
         # Embed the patches of the local spatial rows.
         rows = self.shard(self.patch_grid(x, video_mask))
-        x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
+        x = self.x_embedder(self.patchify(x, rows))  # [R, L, C]
         x = x + self.pos_embed[0, rows.patches(x.device)]
 
         run_blocks = self.blocks_runner(block_cache)
@@ -254,7 +255,7 @@ class STDiT2(TwoPartModel):
         # Embed the patches of the local spatial rows.
         trained_at = self.config.input_sq_size
         rows = self.shard(self.patch_grid(x, video_mask, height, width, trained_at=trained_at))
-        x = self.x_embedder(self.patchify(x, rows))  # [R, S, C]
+        x = self.x_embedder(self.patchify(x, rows))  # [R, L, C]
         x = x + self.pos_embed(rows, x.device).to(self.dtype)
 
         run_blocks = self.blocks_runner(block_cache)

@@ -1,12 +1,13 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2 and 1.3.
 
-Reading order: this file, ``blocks.py``, ``layers.py``, ``conditions.py``. Pairs of blocks follow
-each other: a spatial block attends over the S patches of a frame, a temporal block over the T
-frames of a patch. Tokens lie in rows that one attention takes whole (``token_layout.py``), so they
-switch between spatial and temporal rows from block to block.
+Reading order: this file, ``base.py``, ``blocks.py``, ``layers.py``, ``conditions.py``. Pairs of
+blocks follow each other: a spatial block attends over the S patches of a frame, a temporal block
+over the T frames of a patch. Tokens lie in rows that one attention takes whole
+(``token_layout.py``), so they switch between spatial and temporal rows from block to block.
 
 Legend: B samples, T frames and S patches per frame (after patching), C hidden width, R local
-rows, V patch volume, m modulation states of a sample (1, or 2 with conditioning frames).
+rows, L tokens of a row (S or T), V patch volume, m modulation states of a sample (1, or 2 with
+conditioning frames).
 """
 
 from __future__ import annotations
@@ -24,11 +25,7 @@ from .block_cache import BlockCache
 from .blocks import FinalLayer, STDiT3Block
 from .conditions import Condition, Conditioning, Text
 from .functions import with_zero_gradients
-from .input_checks import (
-    check_conditioning_frames,
-    check_extra_inputs,
-    check_inputs,
-)
+from .input_checks import check_conditioning_frames, check_extra_inputs, check_inputs
 from .layers import CaptionEmbedder, PatchEmbed3D, SizeEmbedder, TimestepEmbedder
 from .positions import PositionEmbedding2D, RotaryEmbedding, RotaryEmbedding3D
 from .stdit_config import STDiT3Config
@@ -145,15 +142,15 @@ class STDiT3(ConditionedModel):
 
         # The timestep, the frame rate and the text condition all tokens.
         grid = self.patch_grid(x, video_mask, height, width, trained_at=config.input_sq_size)
-        frames = self.embed_frames(extra, grid.frames)  # [B, T, C]
-        t = self.embed_timestep(timestep, x_mask, fps, frames)  # [B, m, C] or [B, m * T, C]
+        frame_embedding = self.embed_frames(extra, grid.frames)  # [B, T, C]
+        t = self.embed_timestep(timestep, x_mask, fps, frame_embedding)  # [B, m or m * T, C]
         text = self.embed_texts(y, mask, drop_caption, mask_index, y_null)
-        conditioning = self.condition_on(t, text, x_mask, mask_index, frames, extra)
+        conditioning = self.condition_on(t, text, x_mask, mask_index, frame_embedding, extra)
 
-        # Embed the patches of the local spatial rows. Unnamed, the blocks free their input early.
+        # Embed the patches of the local rows. Unnamed, the blocks free their input early.
         rows, run_blocks = self.shard(grid), self.blocks_runner(block_cache)
         x, condition = run_blocks(
-            self.embed_patches(x, rows, cond, cond_mask),  # [R, S, C]
+            self.embed_patches(x, rows, cond, cond_mask),  # [R, L, C]
             rows,
             conditioning,
             drop_path,
@@ -171,6 +168,7 @@ class STDiT3(ConditionedModel):
         for i, block in enumerate(blocks):
             last = not self.config.alternates or i + 1 == len(blocks)
             condition = conditioning.of(block.layout, rows)
+            # With overlap, an ``InFlightSwitch`` until the switch.
             x = self.run_part(block, x, condition, tables[i], scales[i], last=last)
             if not last:
                 x, rows = self.switch(x, rows)  # [R, S, C] -> [R, T, C], or back
@@ -189,17 +187,19 @@ class STDiT3(ConditionedModel):
         timestep: Tensor,
         x_mask: Tensor | None,
         fps: Tensor | None,
-        frames: Tensor | None,
+        frame_embedding: Tensor | None,
     ) -> Tensor:
-        """Embedding of timestep and frame rate, ``[B, m, C]``; with ``frames`` ``[B, m * T, C]``.
+        """Embedding of timestep and frame rate, ``[B, m, C]``; by frames ``[B, m * T, C]``.
 
         Args:
-            frames: ``[B, T, C]``, the result of ``embed_frames``.
+            frame_embedding: ``[B, T, C]``, the result of ``embed_frames``.
         """
         fps = timestep.new_full((1,), DEFAULT_FPS) if fps is None else fps
         t = self.t_embedder(self.timesteps(timestep, x_mask))  # [B, m, C]
         t = t + self.fps_embedder(fps, len(timestep))[:, None]  # [B, m, C]
-        return t if frames is None else (t[:, :, None] + frames[:, None]).flatten(1, 2)
+        if frame_embedding is None:
+            return t
+        return (t[:, :, None] + frame_embedding[:, None]).flatten(1, 2)
 
     def condition_on(
         self,
@@ -207,7 +207,7 @@ class STDiT3(ConditionedModel):
         text: Text,
         x_mask: Tensor | None,
         mask_index: Sequence[int] | None,
-        frames: Tensor | None,
+        frame_embedding: Tensor | None,
         extra: Mapping[str, Tensor],
     ) -> Conditioning:
         """What the blocks are conditioned on; arguments as in ``forward``.
@@ -215,7 +215,7 @@ class STDiT3(ConditionedModel):
         Args:
             t: the result of ``embed_timestep``.
             text: the result of ``embed_texts``.
-            frames: the result of ``embed_frames``.
+            frame_embedding: the result of ``embed_frames``.
         """
         return Conditioning(
             self.t_block(t).unflatten(-1, (6, -1)),  # [B, m, 6, C]
@@ -224,7 +224,7 @@ class STDiT3(ConditionedModel):
             null_frames=sorted(set(mask_index or ())),
             spatial_rope=self.rope if self.config.use_spatial_rope else None,
             temporal_rope=self.rope,
-            per_frame=frames is not None,
+            per_frame=frame_embedding is not None,
             lay_out=partial(self.lay_out, extra),
         )
 
@@ -251,7 +251,7 @@ class STDiT3(ConditionedModel):
     def embed_patches(
         self, x: Tensor, rows: Rows, cond: Tensor | None, cond_mask: Tensor | None
     ) -> Tensor:
-        """The local patches with their positions, and conditioning frames: tokens ``[R, S, C]``.
+        """The local patches with their positions, and conditioning frames: tokens ``[R, L, C]``.
 
         Args:
             cond, cond_mask: conditioning frames of a model with ``use_cond``, latents shaped like

@@ -67,7 +67,7 @@ class ForwardPoint:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a model's output that this rank holds.
+    """The part of a model's output that this rank holds (not the hook point of this name).
 
     ``tensor`` is ``[R, T, patch volume * C_out]`` with rows (sample, patch), or ``[R, S, ...]``
     with rows (sample, frame), both batch-major. ``rows`` describes them:
@@ -188,10 +188,10 @@ class SequenceParallel:
         return self._strategy_at(rows, q).attend(local, q, k, v, rows, groups, block)
 
     def segment(
-        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, work: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         strategy = self._strategy_at(rows, args[0])
-        return strategy.segment(local, part, rows, *args, recompute=recompute, last=last)
+        return strategy.segment(local, work, rows, *args, recompute=recompute, last=last)
 
     def tokenwise(
         self,

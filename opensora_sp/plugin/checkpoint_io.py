@@ -30,7 +30,7 @@ from opensora_sp.checkpoint.tensor_file import (
     is_safetensors,
 )
 from opensora_sp.checkpoint.writer import Part, SaveJob, Saver, on_rank_0
-from opensora_sp.checkpoint.zero_shards import NamedShards, load_model
+from opensora_sp.checkpoint.zero_shards import NamedShards, copy_weights
 from opensora_sp.common.files import parse_json, read_json
 
 from ._colossalai import LowLevelZeroCheckpointIO, LowLevelZeroModel, ModelWrapper
@@ -112,7 +112,7 @@ class NamedCheckpointIO(LowLevelZeroCheckpointIO):
             weights = weights.only(wanted)
         check_names(checkpoint, weights.shapes, wanted)
 
-        load_model(weights, module, getattr(model, "shards", None))
+        copy_weights(weights, module, getattr(model, "shards", None))
 
     # An index is opened as a file is.
     load_sharded_model = load_unsharded_model

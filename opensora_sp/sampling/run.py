@@ -43,6 +43,7 @@ from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
 
+from .group_choice import Groups, choose_groups, counted, free_memory, place_encoders
 from .outputs import (
     differences,
     facts_of,
@@ -52,13 +53,6 @@ from .outputs import (
     write_batch,
 )
 from .pipeline import Pipeline
-from .process_groups import (
-    Groups,
-    choose_groups,
-    counted,
-    free_memory,
-    place_encoders,
-)
 from .prompts import read_prompts
 from .requests import Request, check_requests, requests_of
 

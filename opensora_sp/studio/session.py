@@ -21,9 +21,9 @@ from opensora_sp.parallel import SequenceMesh, closing_process_group
 from opensora_sp.runtime.cost_models import cost_model_of
 from opensora_sp.runtime.rendezvous import join_rendezvous, raise_on_all_ranks, start_process_group
 from opensora_sp.runtime.watchdog import Watchdog
+from opensora_sp.sampling.group_choice import choose_groups
 from opensora_sp.sampling.outputs import with_digests, write_batch
 from opensora_sp.sampling.pipeline import Pipeline
-from opensora_sp.sampling.process_groups import choose_groups
 from opensora_sp.sampling.run import build_pipeline, verified_digest
 
 from .form import Work

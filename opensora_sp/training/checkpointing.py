@@ -50,7 +50,7 @@ from opensora_sp.checkpoint.paths import (
 from opensora_sp.checkpoint.reader import Weights, open_weights
 from opensora_sp.checkpoint.state_dict import check_names, fitted
 from opensora_sp.checkpoint.writer import Part, SaveJob, Saver, on_rank_0
-from opensora_sp.checkpoint.zero_shards import NamedShards, load_model
+from opensora_sp.checkpoint.zero_shards import NamedShards, copy_weights
 from opensora_sp.common.files import read_json
 from opensora_sp.models.base import ConditionedModel
 
@@ -118,7 +118,7 @@ class TrainingState:
         self.shards.check_state(moments, state["parameter_groups"])
         weights, ema_weights = self._opened(folder / "model"), self._opened(folder / "ema")
 
-        load_model(weights, self.module, self.shards, self.fixed)
+        copy_weights(weights, self.module, self.shards, self.fixed)
         for name, shard in self.ema.shards.items():
             shard.copy_(self.shards.cut(name, ema_weights.tensors[name].read()))
         # The config has the options of the groups, such as the learning rate.

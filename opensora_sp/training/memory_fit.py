@@ -98,7 +98,7 @@ def with_chosen_batch_sizes(
         logger.info("batch sizes of the run are kept, as recorded in %s", checkpoint)
         return recorded(cfg, checkpoint)
 
-    memory = free_memory(device, reserved)
+    memory = available_memory(device, reserved)
     # On one rank: the fit takes seconds, and all ranks need the same sizes.
     chosen: list[dict[str, int]] = [{}]
     with on_rank_0("choosing batch sizes") as is_rank_0:
@@ -241,7 +241,7 @@ def estimator_of(
     options: Options | None,
 ) -> RunEstimator:
     """The planner's estimates on the smallest device, less ``reserved`` bytes. Collective."""
-    memory = free_memory(device, reserved)
+    memory = available_memory(device, reserved)
     run = RunEstimator(
         cfg, mesh.world_size, memory, device=device.type, gpus_per_node=mesh.ranks_per_node
     )
@@ -255,7 +255,7 @@ def estimator_of(
     return run
 
 
-def free_memory(device: torch.device, reserved: int) -> float:
+def available_memory(device: torch.device, reserved: int) -> float:
     """Bytes of the smallest device without ``reserved`` ones. Collective."""
     # The least over all ranks, which have to choose alike.
     least = torch.tensor(memory_of(device) - reserved, dtype=torch.float64, device=device)

@@ -145,6 +145,7 @@ class TrainingStep:
 
         # Blocks read their levels of recomputation when the forward pass begins.
         self.activations.set_levels_for(batch.x_t.shape)
+        # ``output`` is an argument of the parallelized model (``SequenceParallel.forward``).
         shard = self.model(batch.x_t, **batch.inputs, output="shards")
         with record_function("loss"):
             losses = self.batch_maker.process.losses(shard, batch.noised)

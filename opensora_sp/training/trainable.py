@@ -31,7 +31,7 @@ from opensora_sp.checkpoint.adapters import (
 from opensora_sp.checkpoint.reader import Weights, open_weights
 from opensora_sp.checkpoint.state_dict import fitted
 from opensora_sp.checkpoint.writer import on_rank_0
-from opensora_sp.checkpoint.zero_shards import load_model
+from opensora_sp.checkpoint.zero_shards import copy_weights
 from opensora_sp.common.tensors import to_device
 from opensora_sp.config import TrainConfig
 from opensora_sp.config.optimizer_options import Optimizer
@@ -135,7 +135,7 @@ def load_base(cfg: TrainConfig, module: ConditionedModel) -> LoraRun:
             sha256 = [base_digest(weights, layers)]
     dist.broadcast_object_list(sha256, src=0)
 
-    load_model(weights, module, None)
+    copy_weights(weights, module, None)
     return LoraRun(layers, cfg.lora, Base(cfg.load, sha256[0]))
 
 

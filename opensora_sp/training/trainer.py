@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from opensora_sp.checkpoint.model_config import check_encoders
 from opensora_sp.checkpoint.state_dict import fitted
-from opensora_sp.checkpoint.zero_shards import NamedShards, load_model
+from opensora_sp.checkpoint.zero_shards import NamedShards, copy_weights
 from opensora_sp.common.tensors import DTYPES
 from opensora_sp.config import TrainConfig
 from opensora_sp.data.loader import StepLoader
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """The parts of a training run. ``__init__`` builds and restores them, ``train`` is the loop.
 
-    ``module`` is the bare model, ``model`` the one that ColossalAI's Booster returns.
+    ``model`` is what ColossalAI's Booster returns, ``module`` the model without ZeRO's wrapper.
     """
 
     def __init__(
@@ -197,10 +197,13 @@ class Trainer:
         self.log.begin_interval()
 
     def state(self, done: int) -> dict[str, Any]:
-        """The content of ``state.json`` after ``done`` steps: all that the next steps depend on."""
+        """The content of ``state.json`` after ``done`` steps. ``checkpointing.py`` adds the loss
+        scale and the parameter groups. ``next_...`` are for readers of the file.
+        """
         return {
             "step": done,
             **order_state(self.cfg, self.plan, len(self.dataset)),
+            # Digests of the manifest of the data set, by column.
             "manifest_columns": self.dataset.fingerprint,
             "micro_batches_per_step": self.plan.micro_batches_per_step,
             "loss_weight": self.cfg.loss_weight,
@@ -249,7 +252,7 @@ class Trainer:
         if lora is None and cfg.load is not None and checkpoint is None:
             weights = initial_weights(cfg)
             weights = fitted(weights, self.module, convert=cfg.convert, allow_base=True)
-            load_model(weights, self.module, shards, self._fixed)
+            copy_weights(weights, self.module, shards, self._fixed)
         ema = ShardedEma(shards.master_weights, cfg.ema_decay, warmup=cfg.ema_warmup)
         self.tensors = TrainingState(self.module, self._fixed, shards, ema, lora)
         if checkpoint is None:
@@ -263,7 +266,7 @@ class Trainer:
         return state
 
     def _build_data_path(self) -> None:
-        """Build ``loader`` (reads clips), ``encoder`` (encodes them), ``batches`` (adds noise)."""
+        """Build ``loader`` (reads clips), ``encoder``, and ``batch_maker`` (adds noise)."""
         cfg, mesh, dataset, plan = self.cfg, self.mesh, self.dataset, self.plan
         self.work = Work(cfg, dataset, self.options)
         self.corrupt = corrupt = CorruptSamples(dataset.rows, mesh, cfg.dataset.max_bad_fraction)
@@ -271,7 +274,7 @@ class Trainer:
         self.encoder = ShardedEncoder(
             mesh, self.module, dataset, plan, self.source, corrupt, self.device, whole=whole
         )
-        self.draws = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
+        self.draw_config = DrawConfig.of_training(cfg, self.module.config, self.source.channels)
         self.batch_maker = BatchMaker(cfg, self.device)
 
         self.rank_batches = self._make_rank_batches()
@@ -280,7 +283,7 @@ class Trainer:
             self.rank_batches,
             num_workers=cfg.num_workers,
             seed=cfg.seed,
-            draw=self.draws.draw_micro_batch,
+            draw=self.draw_config.draw_micro_batch,
             device=self.device,
             # Workers end with their rank, whatever signal it gets.
             worker_init_fn=init_worker,
@@ -319,7 +322,7 @@ class Trainer:
             self.optimizer,
             self.tensors,
             self.encoder,
-            self.draws,
+            self.draw_config,
             self.batch_maker,
             ActivationBudget(cfg, module, mesh, device, self.reserved, buckets, self.options),
             meter.count,

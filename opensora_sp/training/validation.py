@@ -54,9 +54,9 @@ class Validator:
     """The validation of one run, whose config asks for it.
 
     Args:
-        tensors: of the run, with the bare model and its EMA weights.
+        tensors: of the run, with its model and EMA weights.
         encoders: of videos and captions, also where training reads a feature cache.
-        batches: adds noise to held-out clips.
+        batch_maker: adds noise to held-out clips.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Validator:
         model: Callable[..., Any],
         tensors: TrainingState,
         encoders: Encoders,
-        batches: BatchMaker,
+        batch_maker: BatchMaker,
     ) -> None:
         assert cfg.validation is not None
         self.cfg, self.mesh, self.tensors = cfg, mesh, tensors
@@ -79,11 +79,11 @@ class Validator:
         module, whole = tensors.module, cfg.sequence_parallel.verify
         sampling = sampling_config(cfg, self.validation)
         self.pipeline = Pipeline(
-            sampling, module, encoders.vae, encoders.text_encoder, batches.device
+            sampling, module, encoders.vae, encoders.text_encoder, batch_maker.device
         )
         if self.heldout is not None:
             self.loss = HeldoutLoss(
-                model, module, mesh, self.heldout, encoders, batches, whole=whole
+                model, module, mesh, self.heldout, encoders, batch_maker, whole=whole
             )
 
     def validate(self, step: int, run_dir: Path, reporter: Reporter) -> float:

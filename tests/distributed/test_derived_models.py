@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from opensora_sp.checkpoint import from_pretrained, save_pretrained
 from opensora_sp.checkpoint.reader import open_weights
 from opensora_sp.checkpoint.state_dict import fitted
-from opensora_sp.checkpoint.zero_shards import load_model
+from opensora_sp.checkpoint.zero_shards import copy_weights
 from opensora_sp.config import TrainConfig, load_train_config
 from opensora_sp.config.sections import Lora
 from opensora_sp.models import STDiT3
@@ -167,7 +167,7 @@ def refuse_others(derived: type[STDiT3], path: Path, cfg: TrainConfig) -> None:
     weights = fitted(open_weights(path), model, allow_base=True)
     (note,) = weights.notes
     assert note.startswith("weights of STDiT3; initialized anew: ")
-    load_model(weights, model, None)
+    copy_weights(weights, model, None)
     for name, one in model.state_dict().items():
         assert torch.equal(one, before[name] if name in added else tensors[name].to(one.dtype))
 

@@ -38,7 +38,7 @@ def levels_in_a_run(config: str, buckets: set[str] | None = None) -> tuple[int, 
         return Activations(first=0.0, pair=per_pair, inputs=0)
 
     run_estimator.trace_activations = trace
-    memory_fit.free_memory = lambda *_: 80e9
+    memory_fit.available_memory = lambda *_: 80e9
     kept: list[str] = []
     module: Any = SimpleNamespace(
         compile_backend=None, set_grad_checkpoint=lambda levels: kept.append(str(levels))

@@ -77,9 +77,9 @@ class TemporalBranch(OneLayout):
         there = self.plan(rows, SPATIAL, TEMPORAL, x.device)
         back = self.plan(rows, TEMPORAL, SPATIAL, x.device)
 
-        received = exchange(x.flatten(0, 1), there, self.group, kind="toy")
+        received = exchange(x.flatten(0, 1), there, self.member.sp_group, kind="toy")
         out = local(received.unflatten(0, (temporal.count, temporal.length)), temporal, None)
-        return exchange(out.flatten(0, 1), back, self.group, kind="toy").view(x.shape)
+        return exchange(out.flatten(0, 1), back, self.member.sp_group, kind="toy").view(x.shape)
 
 
 @pytest.fixture

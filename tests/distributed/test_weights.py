@@ -25,7 +25,7 @@ from opensora_sp.checkpoint.model_config import check_model_config, write_model_
 from opensora_sp.checkpoint.paths import weight_files
 from opensora_sp.checkpoint.reader import open_weights
 from opensora_sp.checkpoint.state_dict import fitted
-from opensora_sp.checkpoint.zero_shards import load_model
+from opensora_sp.checkpoint.zero_shards import copy_weights
 from opensora_sp.cli import main
 from opensora_sp.config import load_inference_config, load_train_config
 from opensora_sp.models import STDiT, STDiT2, STDiT3, build_model
@@ -264,7 +264,7 @@ def booster_folders(folder: Path) -> None:
     torch.distributed.barrier()
     shards = NamedShards(bare, optimizer)
     weights = fitted(open_weights(folder / "other.pth", allow_pickle=True), bare)
-    load_model(weights, bare, shards, fixed)
+    copy_weights(weights, bare, shards, fixed)
     wanted = other.state_dict()
     assert same(bare.state_dict(), wanted) and same(fixed, {name: wanted[name] for name in fixed})
     for name, master in shards.master_weights.items():

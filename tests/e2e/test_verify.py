@@ -22,11 +22,11 @@ DEMO = ROOT / "configs/demo/train.py"
 
 
 def test_what_is_made_small() -> None:
-    cfg = load_train_config(DEMO, ["num_frames=14", "batch_size=7", "image_size=(64, 80)"])
+    cfg = load_train_config(DEMO, ["num_frames=14", "batch_size=7", "image_size=(96, 120)"])
     assert small_shape(cfg, 2, 10**6) == (3, 7, 4, 5)
     # Whole samples stay whole.
     assert small_shape(cfg, 7, 10**6)[0] == 7 and small_shape(cfg, 3, 10**6)[0] == 2
-    image = load_train_config(DEMO, ["num_frames=1", "batch_size=5", "image_size=(128, 128)"])
+    image = load_train_config(DEMO, ["num_frames=1", "batch_size=5", "image_size=(192, 192)"])
     for ranks, batch in [(2, 3), (5, 5), (8, 5)]:  # two on eight would split heads, five switch
         small = small_shape(image, ranks, 64)
         assert small[0] == batch and config_strategy(image, ranks, small) is config_strategy(

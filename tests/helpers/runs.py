@@ -115,7 +115,7 @@ def features_of(source: Any, clips: list[Any]) -> Any:
 
     shape, device = ClipShape(*clips[0].video.shape[1:]), source.device
     features = Features.filled(0.0, len(clips), shape, source, device)
-    features.positions.copy_(torch.stack(source.latents(clips)).movedim(1, -1))
+    features.latents_last.copy_(torch.stack(source.latents(clips)).movedim(1, -1))
     for place, text in enumerate(source.text_features(clips)):
         features.y[place, 0, : len(text)] = text
         features.mask[place, : len(text)] = 1
@@ -129,11 +129,11 @@ def batch_of(cfg: Any, model_config: Any, features: Any, number: int, ids: Any) 
     from opensora_sp.data.sampler import MicroBatch
     from opensora_sp.features.batch import BatchMaker, DrawConfig
 
-    *size, _ = features.positions.shape[1:]
+    *size, _ = features.latents_last.shape[1:]
     micro_batch = MicroBatch(number, 0, features.shape, tuple(ids), 1.0)
     rules = DrawConfig.of_training(cfg, model_config, model_config.in_channels)
     draws = rules.draw_micro_batch(micro_batch, size)
-    return BatchMaker(cfg, features.positions.device).make(features, draws)
+    return BatchMaker(cfg, features.latents_last.device).make(features, draws)
 
 
 def run(

@@ -360,10 +360,10 @@ def test_many_packed_samples_go_in_several_calls(
 @pytest.mark.parametrize(
     ("dtype", "width", "platform", "expected"),
     [
-        (torch.bfloat16, 72, Platform(HOPPER), "flash"),
+        (torch.bfloat16, 72, Platform(HOPPER), "torch_flash"),
         (torch.bfloat16, 36, Platform(HOPPER), None),  # flash-attn pads such heads
-        (torch.bfloat16, 72, Platform((7, 5)), "efficient"),
-        (torch.float32, 36, Platform(HOPPER), "efficient"),
+        (torch.bfloat16, 72, Platform((7, 5)), "torch_efficient"),
+        (torch.float32, 36, Platform(HOPPER), "torch_efficient"),
         (torch.float64, 72, Platform(HOPPER), None),
     ],
 )

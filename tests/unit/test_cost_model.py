@@ -24,7 +24,7 @@ from opensora_sp.runtime.cost_models import (
 )
 from opensora_sp.runtime.rank_info import RankInfo, find_differences
 from opensora_sp.sampling import requests
-from opensora_sp.sampling.process_groups import choose_groups
+from opensora_sp.sampling.group_choice import choose_groups
 
 CONFIG = "configs/stdit3/train/64x512x512_sp8.py"
 FACTS: dict[str, Any] = dict(device="x", versions={}, date="2026-11-23")

@@ -23,8 +23,8 @@ from opensora_sp.data.video import read_frames
 from opensora_sp.models.layers import CaptionEmbedder, CrossAttention
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.sampling import outputs, read_prompts, sample
+from opensora_sp.sampling.group_choice import choose_groups
 from opensora_sp.sampling.outputs import Output, fingerprint, write_batch
-from opensora_sp.sampling.process_groups import choose_groups
 from opensora_sp.sampling.requests import batches_of, requests_of
 from opensora_sp.sampling.run import build_pipeline, preflight
 

@@ -165,7 +165,7 @@ def test_the_budget_follows_how_blocks_run(
         return Activations(first=0.0, pair=5e8 * (2 + level), inputs=0)
 
     monkeypatch.setattr(run_estimator, "trace_activations", trace)
-    monkeypatch.setattr(memory_fit, "free_memory", lambda device, reserved: 80e9 - reserved)
+    monkeypatch.setattr(memory_fit, "available_memory", lambda device, reserved: 80e9 - reserved)
     monkeypatch.setattr(memory_fit.dist, "get_world_size", lambda: 1)
     module: Any = SimpleNamespace(set_grad_checkpoint=set_levels.append)
 

@@ -30,8 +30,8 @@ from opensora_sp.planner.sampling_memory import (
     sampling_memory,
 )
 from opensora_sp.sampling.decoding import decode
+from opensora_sp.sampling.group_choice import Groups, place_encoders
 from opensora_sp.sampling.pipeline import Pipeline
-from opensora_sp.sampling.process_groups import Groups, place_encoders
 from opensora_sp.sampling.requests import requests_of
 
 MODEL = dict(

@@ -180,11 +180,12 @@ class SplitAttention(OneLayout):
 
         # [R, L, H, 3, D] -> entries [R * L * H, 3 * D], for one exchange.
         qkv = torch.stack([q, k, v], dim=3).flatten(0, 2).flatten(1)
-        qkv = exchange(qkv, prepared.there, self.group, kind="heads")
+        qkv = exchange(qkv, prepared.there, self.member.sp_group, kind="heads")
         qkv = qkv.view(-1, prepared.rows.length, 1, 3, q.shape[3])  # [rows of one head, L, 1, 3, D]
         q_heads, k_heads, v_heads = qkv.unbind(3)
         out = local(q_heads, k_heads, v_heads, prepared.rows, prepared.groups)
-        return exchange(out.flatten(0, 2), prepared.back, self.group, kind="heads").view(q.shape)
+        out = exchange(out.flatten(0, 2), prepared.back, self.member.sp_group, kind="heads")
+        return out.view(q.shape)
 
     def prepare(self, rows: LatentRows, device: torch.device) -> Prepared:
         """The plans of each block's attention; None for an attention that is local."""

@@ -104,27 +104,28 @@ class SwitchRows(Strategy):
         if isinstance(x, InFlightSwitch):
             tokens = x.wait()
         else:
-            tokens = exchange(x.flatten(0, 1), self._switch_planner(rows, x.device)(), self.group)
+            plan = self._switch_planner(rows, x.device)()
+            tokens = exchange(x.flatten(0, 1), plan, self.member.sp_group)
         return tokens.unflatten(0, (target.count, target.length)), target
 
     def segment(
-        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, work: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Any:
         overlaps = self.options.overlap_backward or self._num_chunks(rows) > 1
         if last or not overlaps:
-            return local(part, rows, *args, recompute=recompute, last=last)
+            return local(work, rows, *args, recompute=recompute, last=last)
 
         # One for each segment and forward: recomputation starts it again.
         plans = self._switch_planner(rows, args[0].device)
         in_flight = InFlightSwitch(
-            plans, self.group, overlap_backward=self.options.overlap_backward
+            plans, self.member.sp_group, overlap_backward=self.options.overlap_backward
         )
 
         def run(*args: Any) -> Any:
             self.in_flight = in_flight
             try:
                 # Its tokenwise end has started the switch, if it has one.
-                x: Any = part(*args)
+                x: Any = work(*args)
             finally:
                 self.in_flight = None
             # A block without a tokenwise end is sent as one chunk, whose gradient can be in flight

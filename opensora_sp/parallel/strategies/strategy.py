@@ -207,7 +207,7 @@ class Strategy:
     ) -> Tensor:
         """The self-attention of a block, ``[R, L, C]`` -> ``[R, L, C]``.
 
-        ``precomputed`` belongs to these rows; None to compute it from others.
+        ``precomputed`` belongs to these rows: pass it on with these only; for other rows pass None.
         """
         return local(x, rows, precomputed)
 
@@ -228,14 +228,14 @@ class Strategy:
         return local(q, k, v, rows, groups)
 
     def segment(
-        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, work: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
-        """A part of a model between two switches, ``part(*args)``, perhaps checkpointed.
+        """A part of a model between two switches, ``work(*args)``, perhaps checkpointed.
 
         ``last``: no switch follows. ``local`` takes the same arguments, and ``context_fn`` of
         ``torch.utils.checkpoint.checkpoint``.
         """
-        return local(part, rows, *args, recompute=recompute, last=last)
+        return local(work, rows, *args, recompute=recompute, last=last)
 
     def tokenwise(
         self, function: Function, rows: Rows, tokens: Tensors, entries: Tensors, part: Any
@@ -277,10 +277,6 @@ class Strategy:
         ranks, rank = self.member.sp_size, self.member.sp_rank
         return plan_exchange(self.axes(rows), source, target, ranks, rank, device)
 
-    @property
-    def group(self) -> Any:
-        return self.member.sp_group
-
 
 class OneLayout(Strategy):
     """Tokens stay in one layout; what an attention needs in the other is exchanged.
@@ -308,9 +304,9 @@ class OneLayout(Strategy):
         return x, rows
 
     def segment(
-        self, local: Function, part: Function, rows: Rows, *args: Any, recompute: Any, last: bool
+        self, local: Function, work: Function, rows: Rows, *args: Any, recompute: Any, last: bool
     ) -> Tensor:
         # Exchanges lie inside of the recomputed part, which would send everything again.
         if recompute and not self.resends(self.options):
             local = partial(local, context_fn=keep_exchanged)
-        return local(part, rows, *args, recompute=recompute, last=last)
+        return local(work, rows, *args, recompute=recompute, last=last)

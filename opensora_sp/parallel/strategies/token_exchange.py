@@ -52,7 +52,7 @@ class SplitGather(OneLayout):
         self, local: AttentionFn, x: Tensor, rows: Rows, precomputed: Any, block: Block
     ) -> Tensor:
         all_rows = rows.take(0, rows.total)
-        tokens = gather_rows(x, self.row_counts(rows), self.group, kind="tokens")
+        tokens = gather_rows(x, self.row_counts(rows), self.member.sp_group, kind="tokens")
         # Tokens lie in temporal rows.
         if block == "temporal":
             return local(tokens, all_rows, None)[rows.start : rows.stop]
@@ -91,10 +91,10 @@ class BranchSwitch(OneLayout):
 
         frames = self.local_rows(rows.transposed())
         there = self._plan(rows, frames, x.device)
-        tokens = exchange(x.flatten(0, 1), there, self.group, kind="branch")
+        tokens = exchange(x.flatten(0, 1), there, self.member.sp_group, kind="branch")
         out = local(tokens.unflatten(0, (frames.count, frames.length)), frames, None)
         back = self._plan(frames, rows, x.device)
-        return exchange(out.flatten(0, 1), back, self.group, kind="branch").view(x.shape)
+        return exchange(out.flatten(0, 1), back, self.member.sp_group, kind="branch").view(x.shape)
 
     def _plan(self, rows: Rows, target: Rows, device: torch.device) -> ExchangePlan:
         return self.plan(rows, self.layout_of(rows), self.layout_of(target), device)
