@@ -26,7 +26,7 @@ CARD = "README.md"
 CARD_TEXT = """---
 library_name: opensora_sp
 pipeline_tag: text-to-video
-license: {license}
+license: {license!r}
 {base_model}---
 
 # {name}
@@ -149,7 +149,7 @@ def save_pretrained(
     name = type(model).__name__
     card = CARD_TEXT.format(
         license=license or "unknown",
-        base_model=f"base_model: {base_model}\n" if base_model else "",
+        base_model=f"base_model: {base_model!r}\n" if base_model else "",
         name=name,
         millions=sum(p.numel() for p in model.parameters()) / 1e6,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -210,7 +210,9 @@ def explain(
 
 
 def _messages(finding: Any, schema: type[BaseModel]) -> list[str]:
-    key = ".".join(str(part) for part in finding["loc"]) or "config"
+    # Without the names that pydantic gives to the types of a union and to keys.
+    parts = [str(part) for part in finding["loc"]]
+    key = ".".join(part for part in parts if not re.search(r"\[|^constrained-", part)) or "config"
 
     if finding["type"] == "extra_forbidden":
         known = _known_keys(schema, finding["loc"][:-1])

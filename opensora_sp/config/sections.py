@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from opensora_sp.data.resolutions import named_frames, named_size
+from opensora_sp.diffusion.process import GuidanceScale, NumSteps
 from opensora_sp.models.lora import DEFAULT_TARGETS
 from opensora_sp.parallel.options import Options
 
@@ -237,10 +238,10 @@ class Validation(Strict):
     num_samples: int = Field(1, ge=1)
     """Videos per prompt."""
 
-    num_sampling_steps: int | None = Field(None, ge=1)
+    num_sampling_steps: NumSteps | None = None
     """Sampling steps; None is the scheduler's default."""
 
-    cfg_scale: float | None = None
+    cfg_scale: GuidanceScale | None = None
     """Scale of classifier-free guidance, 1 is off; None is the scheduler's default."""
 
     fps: Fps = 24.0

@@ -264,6 +264,7 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     outputs = tmp_path_factory.mktemp("whole") / "run"
     (drawn,) = run_ranks(1, train, (1, 1), config, outputs, MANY)
     assert sorted(drawn) == list(range(4 * MANY))
+    assert len({digest for _, _, digest, _ in drawn.values()}) == 4 * MANY, "draws are alike"
     return outputs, drawn
 
 

@@ -397,11 +397,11 @@ def test_exported_weights_have_a_model_card(place: Path, tmp_path: Path) -> None
     main(["convert", str(place / "first"), str(tmp_path / "out"), *options])
     card = (tmp_path / "out" / CARD).read_text()
     header, body = card.removeprefix("---\n").split("\n---\n", 1)
-    lines = ["license: mit", "base_model: some/base", "pipeline_tag: text-to-video"]
+    lines = ["license: 'mit'", "base_model: 'some/base'", "pipeline_tag: text-to-video"]
     assert all(line in header.splitlines() for line in lines)
     assert "--ckpt out" in body and 'from_pretrained("out")' in body
 
     model = from_pretrained(place / "first")
     save_pretrained(model, tmp_path / "x")
     unknown = (tmp_path / "x" / CARD).read_text()
-    assert "license: unknown" in unknown and "base_model" not in unknown
+    assert "license: 'unknown'" in unknown and "base_model" not in unknown
