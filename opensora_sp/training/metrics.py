@@ -241,7 +241,7 @@ def read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
     """The lines of a JSONL file that have a step and these names; none without the file.
 
     Damaged lines are skipped: the last one while it is being written, and where the process was
-    killed or the disk full meanwhile, with what was appended to it, or the disk has changed bytes.
+    killed meanwhile or the disk has changed bytes.
 
     Raises:
         ValueError: if the file is larger than ``MAX_LOG_BYTES``.

@@ -1,4 +1,4 @@
-"""Metrics that cannot be written are logged once, and end no run; lines cut off are skipped."""
+"""Metrics that cannot be written are logged once, and end no run; what is written is whole."""
 
 from __future__ import annotations
 
