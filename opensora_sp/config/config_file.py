@@ -7,9 +7,13 @@ replaces an inherited dict, and a key that is in two bases.
 from __future__ import annotations
 
 import ast
+import pickle
 import re
+import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from itertools import chain
 from os.path import abspath, normpath
 from pathlib import Path
@@ -24,6 +28,7 @@ from .draft import DELETE, DICTS_OR_PATHS, Draft, Key, dotted, leaves, raise_tog
 BASE = "_base_"
 _FOLDER = re.compile(r"\{\{\s*fileDirname\s*\}\}")
 NOT_DATA = (ModuleType, FunctionType, BuiltinFunctionType, type)
+IMPORT_PAUSES = (0.2, 0.5, 1.0)  # seconds
 
 
 def read_config(path: str | Path) -> Draft:
@@ -136,17 +141,30 @@ def _name(target: ast.expr) -> str | None:
 
 
 def _values(path: str, tree: ast.Module) -> dict[str, Any]:
-    # Imports yapf as well, which takes a second.
-    from mmengine.config import Config
-
+    config_class = _import_config_class()
     try:
         # Without lazy_import=False, mmengine guesses it from the paths of imported modules.
-        values: dict[str, Any] = Config.fromfile(path, lazy_import=False).to_dict()
+        values: dict[str, Any] = config_class.fromfile(path, lazy_import=False).to_dict()
         return values
     except Exception as error:  # the file is code, which may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if frame.filename == abspath(path)]
         raise _unreadable(path, error, ours[-1].lineno if ours else None) from error
+
+
+def _import_config_class() -> Any:
+    """mmengine's ``Config``.
+
+    mmengine imports yapf, which writes a cache at its first import on a machine, not atomically. A
+    rank that imports it at the same moment may read a part of that file, so it tries again.
+    """
+    for pause in IMPORT_PAUSES:
+        with suppress(EOFError, pickle.UnpicklingError):
+            from mmengine.config import Config
+
+            return Config
+        time.sleep(pause)
+    return import_module("mmengine.config").Config
 
 
 def _unreadable(path: str, error: Exception, line: int | None) -> ValueError:

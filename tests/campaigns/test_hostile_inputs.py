@@ -380,7 +380,7 @@ def image_or_video(attack: Attack) -> Reader:
     if reader in (probe, read_frames):
         return partial(reader, path, limits)
     budget = Budget.of(limits.seconds, limits)
-    return partial(budget.run, partial(reader, path, budget))
+    return partial(budget.run, partial(reader, path))
 
 
 def playlist(attack: Attack, suffix: str) -> bytes:
