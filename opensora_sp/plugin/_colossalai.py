@@ -19,10 +19,11 @@ from opensora_sp.common.importing import check_colossalai
 check_colossalai()
 # torchao, which peft imports, registers enums in a way of which torch warns.
 pytree = logging.getLogger("torch.utils._pytree")
+level = pytree.level
 pytree.setLevel(logging.ERROR)
 import peft  # noqa: E402, F401  it looks for bitsandbytes, and must not find the empty one
 
-pytree.setLevel(logging.NOTSET)
+pytree.setLevel(level)
 
 # Modules that ColossalAI imports for optimizers in 8 bits and of low rank, and the names it takes
 # from them. No run has these optimizers, and bitsandbytes alone has 125 MB.
