@@ -78,6 +78,7 @@ def test_equal_numbers() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=atol)
 
 
+@pytest.mark.slow
 def test_encoded_texts_of_other_lengths() -> None:
     model = small("STDiT3")
     x, t = torch.randn(2, 4, 3, 4, 4, dtype=torch.float64), torch.tensor([10.0, 900.0])

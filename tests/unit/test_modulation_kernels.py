@@ -55,16 +55,19 @@ CASES = {
     "per row and token": Case(samples=1, per=(3, 5)),
     "many programs": Case(samples=1, rows_per_sample=7, length=5, width=16),
     "one token": Case(samples=1, rows_per_sample=1, length=1),
-    "an odd width": Case(width=33),
     "wide": Case(samples=1, rows_per_sample=2, length=2, width=1152, per=(1, 2)),
     "parts of samples": Case(rows=(1, 5)),
     "parts of samples, per row": Case(rows=(2, 6), per=PER_ROW),
-    "parts of samples, per token": Case(rows=(2, 4), per=PER_TOKEN),
     "across": Case(across=True),
-    "across, per row": Case(across=True, per=PER_ROW),
-    "across, parts of samples": Case(across=True, rows=(1, 5)),
     "no rows": Case(samples=1, rows_per_sample=0),
 }
+SLOW_CASES = {
+    "an odd width": Case(width=33),
+    "parts of samples, per token": Case(rows=(2, 4), per=PER_TOKEN),
+    "across, per row": Case(across=True, per=PER_ROW),
+    "across, parts of samples": Case(across=True, rows=(1, 5)),
+}
+ALL_CASES = CASES | SLOW_CASES
 TOKENS_AND_GATE = ("x", "gate", "branch")
 FUNCTIONS = {
     "norm_modulate": ("x", "shift", "scale"),
@@ -114,11 +117,11 @@ def errors_of(titles: list[str], dtype: torch.dtype) -> dict[str, float]:
     errors = {}
     for title in titles:
         with using_kernels("torch"):
-            exact = results_of(CASES[title], dtype, torch.float64)
+            exact = results_of(ALL_CASES[title], dtype, torch.float64)
         # Shares of some tokens each, so that programs begin and end within entries; few programs.
         shares = dict(SLOTS=3, LARGE_PROGRAMS=2, SMALL_PROGRAMS=3, COLUMNS=256)
         with mock.patch.multiple(modulation, **shares):
-            results = results_of(CASES[title], dtype, dtype)
+            results = results_of(ALL_CASES[title], dtype, dtype)
         for name, ours in results.items():
             wanted = exact[name]
             assert (ours.dtype, ours.shape) == (dtype, wanted.shape), (title, name)
@@ -128,7 +131,9 @@ def errors_of(titles: list[str], dtype: torch.dtype) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("title", CASES)
+@pytest.mark.parametrize(
+    "title", [*CASES, *(pytest.param(title, marks=pytest.mark.slow) for title in SLOW_CASES)]
+)
 def test_values_and_gradients(title: str) -> None:
     for name, error in run_interpreted(errors_of, [title], torch.float32).items():
         assert error < 1e-6, (name, error)
@@ -160,7 +165,9 @@ def gradients_of_biases(function: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("function", ["add_gated", "add_gated_twice"])
+@pytest.mark.parametrize(
+    "function", ["add_gated", pytest.param("add_gated_twice", marks=pytest.mark.slow)]
+)
 def test_a_bias_has_its_gradient_beside_a_frozen_gate(function: str) -> None:
     trained, *frozen = run_interpreted(gradients_of_biases, function)
     assert trained.any() and all(torch.equal(one, trained) for one in frozen)
@@ -215,7 +222,7 @@ def largest_difference(wanted: torch.Tensor, ours: torch.Tensor) -> float:
     return float(((wanted - ours) / scale).abs().sum())
 
 
-@pytest.mark.parametrize("layout", [SPATIAL, TEMPORAL])
+@pytest.mark.parametrize("layout", [SPATIAL, pytest.param(TEMPORAL, marks=pytest.mark.slow)])
 def test_any_range_of_rows_finds_its_entries(layout: str) -> None:
     for name, difference in run_interpreted(differences_of_local_rows, layout).items():
         assert difference < 1e-5, (name, difference)

@@ -154,7 +154,7 @@ def check_gelu(dtype: torch.dtype) -> None:
             check(kernel.gelu, exact, [x.to(dtype), bias.to(dtype)], [grad.to(dtype)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=pytest.mark.slow)])
 def test_gelu(dtype):
     run_interpreted(check_gelu, dtype)
 

@@ -152,7 +152,9 @@ def video_autoencoders(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("name", ["1.2", pytest.param("1.3", marks=pytest.mark.slow), "1.3, tiled"])
+@pytest.mark.parametrize(
+    "name", ["1.2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1.3", "1.3, tiled"))]
+)
 def test_memory_of_a_chunk_is_predicted_for_any_size(folder: Path, name: str) -> None:
     """No option bounds it for large frames, so that plans have to know how it grows."""
     options = video_autoencoders(folder)[name]

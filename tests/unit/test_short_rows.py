@@ -53,7 +53,10 @@ def check_cases(cases):
 
 @pytest.mark.parametrize(
     ("dtype", "lengths"),
-    [(torch.float32, (2, 5, 15, 16, 17, 30, 32)), (torch.bfloat16, (5, 16, 30))],
+    [
+        (torch.float32, (2, 5, 15, 16, 17, 30, 32)),
+        pytest.param(torch.bfloat16, (5, 16, 30), marks=pytest.mark.slow),
+    ],
 )
 def test_lengths(dtype, lengths):
     nothing = [random_qkv(0, 15, 2, 72, dtype), random_qkv(3, 15, 0, 72, dtype)]
@@ -61,7 +64,11 @@ def test_lengths(dtype, lengths):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "widths"), [(torch.float64, (3, 64, 96)), (torch.float16, (16, 80, 128))]
+    ("dtype", "widths"),
+    [
+        (torch.float64, (3, 64, 96)),
+        pytest.param(torch.float16, (16, 80, 128), marks=pytest.mark.slow),
+    ],
 )
 def test_head_widths(dtype, widths):
     check_cases([random_qkv(1, 17, 5, width, dtype) for width in widths])
