@@ -1,7 +1,7 @@
 # make demo   everything from nothing to sampled videos, on CPU, in five minutes
 # make demo-long   the same with more steps, in ten minutes
 # make toy   trains the model of the package again, in ten minutes
-# make test   the tests of the fast tier, in five minutes on two cores
+# make test   the tests of the fast tier, in four minutes on two cores
 # make test-all   those, then all other tests but the grids
 # make test-docs   all commands of the documentation; make test-shutdown   every way to end a run
 # make campaigns   thousands of planted faults, in hours; build/campaigns.xml
