@@ -72,7 +72,7 @@ class FrameAutoencoder(nn.Module):
 class ImageVAE(FrozenEncoder):
     """diffusers' ``AutoencoderKL`` (Rombach et al., 2022), frame by frame.
 
-    Latents are scaled posterior means. Sides are rounded down to whole latent positions.
+    Latents are scaled posterior means.
 
     Args:
         from_pretrained: local folder, or name on the Hugging Face hub.
@@ -80,6 +80,8 @@ class ImageVAE(FrozenEncoder):
         micro_batch_size: frames encoded or decoded in one batch; None for all.
         dtype: "fp32", "bf16" or "fp16" for the weights; latents and videos are float32.
         scaling_factor: factor of the latents; None for the value in the autoencoder's config.json.
+        round_down: round sizes that are not multiples of 8 pixels down, as in Open-Sora 1.2; False
+            makes them errors, as in Open-Sora 1.0.
         offload: keep the weights on the CPU between calls.
 
     Raises:
@@ -95,6 +97,7 @@ class ImageVAE(FrozenEncoder):
         micro_batch_size: Positive | None = 8,
         dtype: Dtype = "fp32",
         scaling_factor: float | None = None,
+        round_down: bool = True,
         offload: bool = False,
     ) -> None:
         super().__init__(offload=offload)
@@ -118,6 +121,7 @@ class ImageVAE(FrozenEncoder):
             vae, scaling_factor=scaling_factor, micro_batch_size=micro_batch_size
         )
         self.dtype = DTYPES[dtype]
+        self.round_down = round_down
         self.channels = self.frames.channels
         self.micro_batch_size = micro_batch_size
         self.scale = 1 / scaling_factor
@@ -135,7 +139,9 @@ class ImageVAE(FrozenEncoder):
             return self.frames.decode(latents.to(self.device, self.dtype)).float()
 
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        return num_frames, height // self.frames.factor, width // self.frames.factor
+        return frame_latent_size(
+            num_frames, height, width, self.frames.factor, round_down=self.round_down
+        )
 
     @classmethod
     def planned_latent_size(
@@ -146,6 +152,7 @@ class ImageVAE(FrozenEncoder):
         *,
         from_pretrained: str,
         subfolder: str | None = None,
+        round_down: bool = True,
         **_: Any,
     ) -> tuple[int, int, int]:
         """``latent_size`` without loading the autoencoder, from its folder's ``config.json``.
@@ -154,7 +161,7 @@ class ImageVAE(FrozenEncoder):
         """
         config = saved_config(from_pretrained, subfolder)
         factor = SD_FACTOR if config is None else spatial_factor(config["block_out_channels"])
-        return num_frames, height // factor, width // factor
+        return frame_latent_size(num_frames, height, width, factor, round_down=round_down)
 
 
 def current_name(name: str) -> str:
@@ -167,3 +174,20 @@ def current_name(name: str) -> str:
 def spatial_factor(block_out_channels: Any) -> int:
     """Pixels per latent position of an ``AutoencoderKL``, which downsamples between its blocks."""
     return 2 ** (len(block_out_channels) - 1)
+
+
+def frame_latent_size(
+    num_frames: int, height: int, width: int, factor: int, *, round_down: bool
+) -> tuple[int, int, int]:
+    """Latent size where every frame stands alone.
+
+    Raises:
+        ValueError: if a side does not divide by ``factor`` and is not to be rounded down.
+    """
+    if not round_down and (height % factor or width % factor):
+        raise ValueError(
+            f"got frames of {height}x{width} for an autoencoder with {factor} pixels to a latent "
+            "position; expected multiples of that; take "
+            f"{height - height % factor}x{width - width % factor}, or set vae.round_down=True"
+        )
+    return num_frames, height // factor, width // factor

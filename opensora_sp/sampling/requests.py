@@ -234,7 +234,9 @@ def check_requests(cfg: InferenceConfig, requests: Sequence[Request]) -> None:
     """
     # Each file is read once, and each warning is logged once.
     probe_once, warn_once = functools.cache(probe_reference), functools.cache(_warn_of_size)
-    latent_size = functools.partial(planned_latent_size, cfg.vae)
+    # A part that loops share may have any length, also one that the statistics do not fit.
+    vae = cfg.vae | ({"normalization": None} if "normalization" in cfg.vae else {})
+    latent_size = functools.partial(planned_latent_size, vae)
 
     for request in requests:
         frames = latent_frames(cfg, request)

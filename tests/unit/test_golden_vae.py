@@ -191,11 +191,15 @@ def test_latent_sizes() -> None:
 
 
 def test_latent_sizes_of_the_image_autoencoder_of_version_1_0() -> None:
-    """Of sides that 8 divides; it refuses others, which are rounded down here."""
     about = json.loads((GOLDEN.parent / "data" / "image_vae_v10_latent_sizes.json").read_text())
-    vae = {"type": "VideoAutoencoderKL", "from_pretrained": "x"}
+    vae = {"type": "VideoAutoencoderKL", "from_pretrained": "x", "round_down": False}
     for frames, height, width, expected in about["rows"]:
-        if expected != "rejected":
+        if expected == "rejected":
+            with pytest.raises(
+                ValueError, match=f"got frames of {height}x{width} .*; take {height}x424, or set"
+            ):
+                planned_latent_size(vae, frames, height, width)
+        else:
             assert list(planned_latent_size(vae, frames, height, width)) == expected
 
 

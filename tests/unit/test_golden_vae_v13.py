@@ -6,6 +6,7 @@ import gzip
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import golden_values
@@ -35,6 +36,8 @@ from opensora_sp.encoders.video_vae import CausalConv3d
 from opensora_sp.parallel import SequenceMesh
 from opensora_sp.planner.live_peak import LivePeak
 from opensora_sp.sampling.decoding import decode
+from opensora_sp.sampling.prompts import parse_prompt
+from opensora_sp.sampling.requests import Request, check_requests
 
 pytestmark = pytest.mark.core
 load = partial(golden_values.load, "v13")
@@ -211,6 +214,9 @@ def test_independent_pieces_are_those_of_the_whole(
             own = [own[0][:, :, :-1], shared, own[1][:, :, 1:]]
         assert torch.equal(torch.cat(own, dim=2), decoded)
 
+    whole = OpenSoraVAEv13(str(folder), **options, normalization="video_5frames")
+    assert len(independent_pieces(whole, num_frames=9, latent_frames=4)) == 1
+
 
 def test_memory_of_decoding_is_that_of_a_chunk(folder: Path) -> None:
     """Counted where sampling decodes, with the overlap, tiles and statistics of the release."""
@@ -260,6 +266,45 @@ def test_sizes_of_latents_are_those_of_the_release_for_whole_chunks() -> None:
     assert compared > 50
 
 
+def test_frames_that_statistics_do_not_fit_are_refused_before_loading() -> None:
+    """Statistics of 5 latent frames: 49 frames in chunks of 17 are 5 + 5 + 4."""
+    chunked = dict(type="OpenSoraVAE_V1_3", micro_batch_size=1, micro_frame_size=17)
+    config = {**chunked, "normalization": "video_5frames"}
+    for frames, latents in {1: 1, 17: 5, 34: 10, 51: 15}.items():
+        assert planned_latent_size(config, frames, 16, 16) == (latents, 2, 2)
+    for frames, latents in {13: 4, 18: 6, 49: 14}.items():
+        message = f"got {latents} latent frames with vae.normalization 'video_5frames'; expected 1"
+        with pytest.raises(ValueError, match=message):
+            planned_latent_size(config, frames, 16, 16)
+    assert planned_latent_size({**config, "temporal_overlap": True}, 49, 16, 16) == (15, 2, 2)
+
+
+def test_loops_may_share_frames_that_statistics_do_not_fit() -> None:
+    """Two loops of 51 frames, 15 latent ones, share 5 of them: the first 17 frames."""
+    starts: list[int] = []
+    files = SimpleNamespace(names=(), read=lambda inputs, shape, start: starts.append(start) or {})
+    vae: dict[str, Any] = dict(type="OpenSoraVAE_V1_3", micro_batch_size=1, micro_frame_size=17)
+    vae["normalization"] = "video_5frames"
+    spec = SimpleNamespace(input_size=None, model_class=SimpleNamespace(extra_inputs={}))
+    cfg: Any = SimpleNamespace(
+        vae=vae,
+        model_spec=spec,
+        loop=2,
+        condition_frame_length=5,
+        cond_type=None,
+        extra_files=files,
+        format="mp4",
+        scheduler=dict(type="rflow"),
+    )
+    prompt = parse_prompt("a fox", None, None)
+    request = Request(prompt=prompt, num_frames=51, size=(16, 16), fps=24.0, seed=0)
+    check_requests(cfg, [request])
+    assert starts == [0, 51 - 17]
+
+    cfg.extra_files = None
+    check_requests(cfg, [request])
+
+
 def test_references_are_cut_as_by_the_release() -> None:
     table = json.loads((GOLDEN / "v13/conditioning.json").read_text())["reference_length"]
     for size, overlap, frames, kept in table["rows"]:
@@ -302,3 +347,6 @@ def test_weights_of_another_autoencoder_are_refused(folder: Path, tmp_path: Path
     (tmp_path / "config.json").write_text('{"decoder": {"temporal_up_layers": [3]}}')
     with pytest.raises(ValueError, match="with 2 frames and 8 pixels to a latent position"):
         OpenSoraVAEv13(str(tmp_path))
+    vae = OpenSoraVAEv13(str(folder), normalization="video_5frames")
+    with pytest.raises(ValueError, match="got 2 latent frames with vae.normalization"):
+        vae.encode(torch.zeros(1, 3, 5, 16, 16))
